@@ -6,7 +6,7 @@
     python -m benchmarks codecs patch
 
 loss   as benchmarks/losses.py, with these codecs for experts and exact dense parameters, in fp32
-time   milliseconds of one step of each codec, the least of several; `ds_hybridep plan --codec-rates` reads the file
+time   milliseconds of one step of each codec, the least of several
 patch  bits and speed of patches of bf16 weights by learning rate, beside the entropy of what changed: of a small
        transformer under AdamW with fp32 masters.  Seconds are those that one thread spends on the processor
 """

@@ -26,7 +26,7 @@ from deepspeed import comm as dist
 from torch import nn
 
 from benchmarks.training import VOCABULARY, autoep, byte_model, engine_of, join, qwen3_moe, train_step
-from ds_hybridep.integration import api
+from ds_hybridep.integration import attachment
 from ds_hybridep.lab.launcher import MASTER_PORT, rank_environment
 from ds_hybridep.lab.network import HOST_DEVICE, EmulatedNetwork
 from ds_hybridep.lab.topology import Topology
@@ -107,20 +107,15 @@ def build(orders: Orders) -> Any:
 
 @contextmanager
 def failing_attach(orders: Orders, rank: int) -> Iterator[None]:
-    prepare = api.prepare_runtime
+    make = attachment.HybridRuntime
 
-    def prepare_badly(*args: Any, **kwargs: Any) -> Any:
-        build = prepare(*args, **kwargs)
-
-        def fail() -> Any:
-            build().close()
-            note_break(orders)
-            raise MemoryError("no room for replicas")
-
-        return fail
+    def fail(*args: Any) -> Any:
+        make(*args).close()
+        note_break(orders)
+        raise MemoryError("no room for replicas")
 
     fails = orders.fault == "memory" and rank == orders.victim
-    with mock.patch.object(api, "prepare_runtime", prepare_badly if fails else prepare):
+    with mock.patch.object(attachment, "HybridRuntime", fail if fails else make):
         yield
 
 

@@ -45,7 +45,7 @@ def measure(spec: Any, kept: str, is_noisy: bool, num_steps: int) -> dict[str, f
     generator = torch.Generator().manual_seed(7)
     size = torch.exp(torch.rand(1, ROWS, COLS, generator=generator) * math.log(1e-4))
     mean = size * torch.sign(torch.randn(1, ROWS, COLS, generator=generator))
-    part = PacketPart(torch.Size((ROWS, COLS)), 1, ((("w",), ROWS * COLS),), KEPT[kept])
+    part = PacketPart(torch.Size((ROWS, COLS)), 1, ((("w", 0), ROWS * COLS),), KEPT[kept])
     codec, changes = make_codec(spec, kernels="auto"), StepChanges()
     layout, home = MessageLayout(codec, (part,)), Home(torch.device("cpu"))
     sender = GradientMemory("measured", (codec,), home, changes, 0)
@@ -58,7 +58,7 @@ def measure(spec: Any, kept: str, is_noisy: bool, num_steps: int) -> dict[str, f
         message = sender.encode(0, layout, [gradient], 1.0)
         delivered = torch.zeros(1, ROWS, COLS)
         receiver.add(0, 0, layout, message, [delivered], 1.0)
-        changes.keep()
+        changes.commit()
         if kept == "bf16, nearest":
             for piece in sender.sent.values():
                 piece.residual.copy_(piece.residual.bfloat16())

@@ -15,6 +15,7 @@
 #include <string>
 
 #include "hybridep_codecs.h"
+#include "hybridep_lifeline.h"
 #include "hybridep_rows.h"
 
 namespace py = pybind11;
@@ -403,6 +404,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
     module.def("plan_count", &plan_count, release_gil());
     module.def("plan_fill", &plan_fill, release_gil());
 #endif
+    module.def("start_lifeline", [](int socket, int ms) { return hybridep::Lifeline::get().start(socket, ms); });
+    module.def("stop_lifeline", [](int copy) { hybridep::Lifeline::get().stop(copy); });
     module.def("dispatch_rows", &dispatch_rows, release_gil());
     module.def("quantise_rows", &quantise_rows, release_gil());
     module.def("dequantise_rows", &dequantise_rows, release_gil());

@@ -21,9 +21,10 @@ from typing import TYPE_CHECKING, Any
 from ds_hybridep.version import __version__
 
 if TYPE_CHECKING:
-    from ds_hybridep.integration.api import attach, detach, refresh, replan, stats, trace
+    from ds_hybridep.integration.api import detach, refresh, replan, stats, trace
     from ds_hybridep.integration.estimate import estimate_hybridep_mem_needs_all_live
     from ds_hybridep.integration.saving import save_pretrained
+    from ds_hybridep.integration.start import attach
 
 __all__ = [
     "__version__",
@@ -38,7 +39,7 @@ __all__ = [
 ]
 
 
-_MODULES = {"estimate_hybridep_mem_needs_all_live": "estimate", "save_pretrained": "saving"}
+_MODULES = {"attach": "start", "estimate_hybridep_mem_needs_all_live": "estimate", "save_pretrained": "saving"}
 
 
 def __getattr__(name: str) -> Any:

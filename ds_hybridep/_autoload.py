@@ -25,13 +25,12 @@ if TYPE_CHECKING:
 
 _ENGINE_MODULE = "deepspeed.runtime.engine"
 _BLOCK = "hybridep"
-# Rows of the table in integration/patches.py.  Their replacements are in integration/api.py.
+_NO_EFFECT = f'a "{_BLOCK}" block in ds_config has NO effect; call ds_hybridep.attach in the script'
+# Rows of the table in integration/patches.py.  Their replacements are in integration/start.py.
 _METHODS = ("_configure_distributed_model", "_configure_expert_parallel")
 # What ds_to_universal asks for the parameters of experts.
 _UNIVERSAL_MODULE = "deepspeed.checkpoint.autoep_universal"
-_UNIVERSAL_FUNCTION = "get_autoep_zero12_expert_param_info"
 _CHECKPOINT_MODULE = "deepspeed.checkpoint.deepspeed_checkpoint"
-_CHECKPOINT_FUNCTION = "_lightweight_autoep_metadata"
 
 
 def install() -> None:
@@ -40,11 +39,10 @@ def install() -> None:
         if any(isinstance(finder, _EngineFinder) for finder in sys.meta_path):
             return
         sys.meta_path.insert(0, _EngineFinder())
-        module = sys.modules.get(_ENGINE_MODULE)
-        if module is not None:
-            _patch(module)
+        if _ENGINE_MODULE in sys.modules:
+            _patch(sys.modules[_ENGINE_MODULE])
     except Exception as reason:  # noqa: BLE001  whatever happens here must not break `import torch`
-        _log_failure(reason, f'a "{_BLOCK}" block in ds_config has NO effect; call ds_hybridep.attach in the script')
+        _log_failure(reason, _NO_EFFECT)
 
 
 class _EngineFinder:
@@ -76,44 +74,46 @@ def _patch_after(loader: "Any") -> None:
     try:
         loader.exec_module = exec_module
     except AttributeError as reason:  # a foreign loader that takes no attributes
-        _log_failure(reason, f'a "{_BLOCK}" block in ds_config has NO effect; call ds_hybridep.attach in the script')
+        _log_failure(reason, _NO_EFFECT)
 
 
 def _patch(module: "ModuleType") -> None:
     """Let engines of `module` look for the block.  If that is impossible, engines with the block are refused."""
+    from functools import partial
+
     if module.__name__ == _UNIVERSAL_MODULE:
-        if hasattr(module, _UNIVERSAL_FUNCTION):
-            _wrap(module, _UNIVERSAL_FUNCTION, _with_adapters, None)
+        _wrap(module, "get_autoep_zero12_expert_param_info", _with_adapters)
         return
     if module.__name__ == _CHECKPOINT_MODULE:
-        checkpoint = getattr(module, "DeepSpeedCheckpoint", None)
-        if hasattr(checkpoint, _CHECKPOINT_FUNCTION):
-            _wrap(checkpoint, _CHECKPOINT_FUNCTION, _with_marks, None)
-            setattr(checkpoint, _CHECKPOINT_FUNCTION, staticmethod(getattr(checkpoint, _CHECKPOINT_FUNCTION)))
+        _wrap(getattr(module, "DeepSpeedCheckpoint", None), "_lightweight_autoep_metadata", _with_marks)
         return
     engine_class = getattr(module, "DeepSpeedEngine", None)
     missing = [name for name in _METHODS if not hasattr(engine_class, name)]
     if not missing:
         for name in _METHODS:
-            _wrap(engine_class, name, _join, name)
-        _wrap(engine_class, "__init__", _start, None)
+            _wrap(engine_class, name, partial(_join, name))
+        _wrap(engine_class, "__init__", _start)
         return
     reason = AttributeError(f"DeepSpeedEngine has no {' and no '.join(missing)}")
     _log_failure(reason, f'a ds_config with a "{_BLOCK}" block will be refused, others are not affected')
     if engine_class is not None:
-        _wrap(engine_class, "__init__", _refuse, reason)
+        _wrap(engine_class, "__init__", partial(_refuse, reason))
 
 
-def _wrap(owner: "Any", name: str, replacement: "Any", about: "Any") -> None:
+def _wrap(owner: "Any", name: str, replacement: "Any") -> None:
+    """Replace a method or function, if it is there, by one that calls `replacement(original, ...)`."""
     from functools import wraps
 
+    if not hasattr(owner, name):
+        return
     original = getattr(owner, name)
 
     @wraps(original)
     def call(*args: "Any", **kwargs: "Any") -> "Any":
-        return replacement(about, original, *args, **kwargs)
+        return replacement(original, *args, **kwargs)
 
-    setattr(owner, name, call)
+    is_static = isinstance(vars(owner).get(name), staticmethod)
+    setattr(owner, name, staticmethod(call) if is_static else call)
 
 
 def _join(name: str, original: "Any", engine: "Any", *args: "Any", **kwargs: "Any") -> "Any":
@@ -121,29 +121,26 @@ def _join(name: str, original: "Any", engine: "Any", *args: "Any", **kwargs: "An
         if name == _METHODS[0]:
             _warn_of_misspelling(engine)
         return original(engine, *args, **kwargs)
-    from ds_hybridep.integration import api
+    from ds_hybridep.integration import start
 
-    return getattr(api, name.lstrip("_"))(original, engine, *args, **kwargs)
+    return getattr(start, name.lstrip("_"))(original, engine, *args, **kwargs)
 
 
-def _with_marks(_: None, original: "Any", model_state: "Any") -> "Any":
+def _with_marks(original: "Any", model_state: "Any") -> "Any":
     """Keep what a checkpoint says of adapters of experts, which DeepSpeed leaves out."""
     found = original(model_state)
-    if isinstance(found, list):
-        for short, layer in zip(found, model_state["ds_autoep_layers"], strict=True):
-            factors = (layer.get("expert_placement") or {}).get("hybridep_factors")
-            if factors:
-                short["hybridep_factors"] = factors
+    for short, layer in zip(found, model_state["ds_autoep_layers"], strict=True) if isinstance(found, list) else ():
+        if factors := (layer.get("expert_placement") or {}).get("hybridep_factors"):
+            short["hybridep_factors"] = factors
     return found
 
 
-def _with_adapters(_: None, original: "Any", layers: "Any") -> "Any":
+def _with_adapters(original: "Any", layers: "Any") -> "Any":
     """Let ds_to_universal see the adapters of experts where a checkpoint says that it has any."""
     found = original(layers)
     for layer in layers:
-        factors = layer.get("hybridep_factors", ())
         prefix = layer["expert_key_prefix"]
-        if factors:
+        if factors := layer.get("hybridep_factors", ()):
             # The weights below adapters are frozen, and ZeRO has no masters of them.
             about = [found.pop(f"{prefix}.{name}") for name in ("w1", "w2", "w3")][0]
             about.pop("affine_map", None)
@@ -167,15 +164,15 @@ def _warn_of_misspelling(engine: "Any") -> None:
             logging.getLogger("ds_hybridep").warning(text, key, _BLOCK)
 
 
-def _start(_: None, original: "Any", engine: "Any", *args: "Any", **kwargs: "Any") -> None:
+def _start(original: "Any", engine: "Any", *args: "Any", **kwargs: "Any") -> None:
     """Replaces `__init__`: if it fails after the engine has joined, undo that."""
     try:
         original(engine, *args, **kwargs)
     except BaseException:
         if "_hybridep_attachment" in vars(engine):
-            from ds_hybridep.integration import api
+            from ds_hybridep.integration import start
 
-            api.undo_start(engine)
+            start.undo_start(engine)
         raise
 
 

@@ -80,7 +80,7 @@ def measure_codec(config: CodecConfig, spec: LayerSpec, probe: LinkProbe, kernel
     """Sizes and speed of a codec on one layer's experts: the mean over all ranks, which must all call."""
     codec = make_codec(config, kernels=kernels)
     parts = tuple(
-        PacketPart(piece.shape, spec.num_local, (((piece.name,), spec.num_local * piece.shape.numel()),))
+        PacketPart(piece.shape, spec.num_local, (((piece.name, 0), spec.num_local * piece.shape.numel()),))
         for block in lay_out(spec.experts[0], is_grouped=spec.is_grouped)
         if block.is_trainable
         for piece in block.slices
@@ -91,7 +91,7 @@ def measure_codec(config: CodecConfig, spec: LayerSpec, probe: LinkProbe, kernel
     mirror, replica = Mirror(layout, Home(device)), Replica(layout, [torch.zeros_like(weight) for weight in weights])
     messages: list[Tensor] = []
     probe.table([0.0])
-    encode_s = _median_s(lambda: messages.append(mirror.encode(weights)), device)
+    encode_s = _median_s(lambda: messages.extend(mirror.encode(weights)), device)
     decode_s = _median_s(lambda: replica.apply([messages.pop(0)]), device)
     num_elements = sum(weight.numel() for weight in weights)
     means = _means(probe, encode_s, decode_s)
@@ -126,7 +126,7 @@ def _expert_s(spec: LayerSpec, rows: int) -> float:
         return _median_s(call, sample.device) / num_experts
 
 
-def _median_s(call: Callable[[], None], device: torch.device) -> float:
+def _median_s(call: Callable[[], object], device: torch.device) -> float:
     """Median seconds of some calls, without the first."""
     timings, streams = [], streams_of(device)
     for _ in range(TIMINGS + 1):

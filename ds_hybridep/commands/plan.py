@@ -8,7 +8,6 @@ from typing import Any
 from ds_hybridep.commands import question as asking
 from ds_hybridep.plan.planner import Plan, make_plan
 from ds_hybridep.plan.question import Question
-from ds_hybridep.plan.rivals import break_even_tokens
 from ds_hybridep.plan.summary import describe, ds_config_block, verdict
 
 DESCRIPTION = """\
@@ -54,9 +53,5 @@ def answer_json(question: Question, plan: Plan) -> dict[str, Any]:
     return {
         **plan.to_json(),
         "verdict": verdict(question, plan),
-        "break_even_tokens": {
-            "deduplicated": break_even_tokens(question, is_deduplicated=True),
-            "padded": break_even_tokens(question, is_deduplicated=False),
-        },
         "ds_config": ds_config_block(question, plan),
     }

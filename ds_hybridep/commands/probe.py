@@ -55,8 +55,7 @@ def run(args: argparse.Namespace) -> int:
     from ds_hybridep.adaptive.probe import LinkProbe, probe_links
     from ds_hybridep.transport.agreement import agree
     from ds_hybridep.transport.channels import Transport
-    from ds_hybridep.transport.job import join_job, leave_job
-    from ds_hybridep.transport.sockets import is_permitted
+    from ds_hybridep.transport.job import join_job, leave_job, why_not_permitted
 
     cluster = read_levels(args.levels)
     join_job(TIMEOUT_S)
@@ -70,7 +69,7 @@ def run(args: argparse.Namespace) -> int:
         _say(transport.rank, f"measuring {', '.join(levels)}")
         probe = LinkProbe(transport)
         found = probe_links(probe, limit_s=LIMIT_S)
-        has_bbr = all(answer for (answer,) in probe.table([is_permitted(BBR)]))
+        has_bbr = all(answer for (answer,) in probe.table([not why_not_permitted(BBR)]))
         transport.close()
         # Measure long links again with other connections, which carry more where frames get lost.
         for other in (Link(congestion_control=BBR), Link(connections=MANY)):

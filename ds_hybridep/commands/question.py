@@ -2,13 +2,11 @@
 """Reads the question for `plan` and `simulate` from the command line: cluster, model, training and machines."""
 
 import argparse
-import json
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 from ds_hybridep.config import parse_config
 from ds_hybridep.config_codecs import PATCH, CodecConfig, recommended_codecs
@@ -17,13 +15,12 @@ from ds_hybridep.lab.topology import parse_duration
 from ds_hybridep.plan.cluster import Cluster, Level
 from ds_hybridep.plan.codec_costs import DEFAULT_LEARNING_RATE, codec_cost, patch_cost
 from ds_hybridep.plan.costs import expert_parts
-from ds_hybridep.plan.layout import BY_DEEPSPEED, IDENTITY, CodecCost, ExpertGroup, LevelCodecs, Rates, SyncModel
+from ds_hybridep.plan.layout import BY_DEEPSPEED, CodecCost, ExpertGroup, LevelCodecs, Rates, SyncModel
 from ds_hybridep.plan.model_sizes import model_from_mapping
 from ds_hybridep.plan.models import read_model_file, ready_names
 from ds_hybridep.plan.packets import Part
 from ds_hybridep.plan.planner import EXACT
 from ds_hybridep.plan.question import Question
-from ds_hybridep.plan.row_format import RowFormat, token_codec
 from ds_hybridep.plan.slots import Shape, part_of
 from ds_hybridep.plan.summary import RECOMMENDED
 from ds_hybridep.plan.workload import DTYPE_BYTES, MoEModel, Workload
@@ -33,11 +30,11 @@ BITS_PER_UNIT = {
     "kbit": 1e3, "mbit": 1e6, "gbit": 1e9, "tbit": 1e12, "kbps": 1e3, "mbps": 1e6, "gbps": 1e9, "tbps": 1e12,
 }  # fmt: skip
 GIGA = 1e9
-MS_PER_S = 1e3
 TERA = 1e12
 DEFAULT_TFLOPS = 990.0  # of an H100 in bf16, dense
 DEFAULT_MFU = 0.4
 DEFAULT_TOKENS = 4096
+HOST_MEMORY_BYTES = 128e9  # of the host, for each GPU
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -61,20 +58,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--memory", type=float, metavar="GB", help="memory of a GPU, activations included; no limit by default"
     )
     machine.add_argument(
-        "--host-memory",
-        type=float,
-        default=128.0,
-        metavar="GB",
-        help="host memory for each GPU; default %(default)g",
-    )
-    machine.add_argument(
-        "--host-rate",
-        type=float,
-        default=50.0,
-        metavar="GB/S",
-        help="rate between a GPU and host memory; default %(default)g",
-    )
-    machine.add_argument(
         "--dense-sync",
         choices=("hierarchical", "deepspeed"),
         default="hierarchical",
@@ -86,13 +69,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=RECOMMENDED,
         help="codecs to try at each level; default %(default)s, which includes exact ones",
     )
-    machine.add_argument(
-        "--codec-rates",
-        type=Path,
-        metavar="FILE",
-        help="rates measured by benchmarks/codecs.py; default: an estimate for a GPU",
-    )
-    machine.add_argument("--token-codec", choices=get_args(RowFormat), help="codec of token rows over the slow level")
 
 
 def _add_job_arguments(parser: argparse.ArgumentParser) -> None:
@@ -102,7 +78,6 @@ def _add_job_arguments(parser: argparse.ArgumentParser) -> None:
     cluster.add_argument("--wan", metavar="RATE", help="bandwidth of each datacentre's uplink, such as 10gbps")
     cluster.add_argument("--delay", metavar="TIME", help="one-way delay between datacentres, such as 10ms")
     cluster.add_argument("--lan", metavar="RATE", help="bandwidth of each GPU's link; 8 times --wan by default")
-    cluster.add_argument("--lan-delay", metavar="TIME", help="one-way delay between GPUs of a datacentre")
     model = parser.add_argument_group("model and training")
     names = ", ".join(ready_names())
     model.add_argument(
@@ -113,9 +88,6 @@ def _add_job_arguments(parser: argparse.ArgumentParser) -> None:
     )
     model.add_argument(
         "--tokens", type=_positive, metavar="N", help=f"tokens per GPU and micro-step; default {DEFAULT_TOKENS}"
-    )
-    model.add_argument(
-        "--seq-len", type=_positive, default=0, metavar="N", help="sequence length, for the cost of attention"
     )
     model.add_argument("--accumulation", type=_positive, default=1, metavar="N", help="gradient_accumulation_steps")
     model.add_argument("--zero-stage", type=int, choices=(0, 1, 2), default=1)
@@ -131,14 +103,10 @@ def _add_job_arguments(parser: argparse.ArgumentParser) -> None:
     model.add_argument(
         "--fused-loss", action="store_true", help="the loss is computed in pieces, without all logits in memory"
     )
-    model.add_argument(
-        "--capacity-factor", type=float, default=1.0, help="capacity factor of DeepSpeed's gate; default %(default)g"
-    )
     model.add_argument("--lora-rank", type=_positive, metavar="R", help="train LoRA adapters of this rank only")
     model.add_argument(
         "--ep-size", type=_positive, metavar="N", help="size of the expert-parallel group; default: the best"
     )
-    model.add_argument("--strided", action="store_true", help="with --ep-size: use_data_before_expert_parallelism")
 
 
 def _positive(text: str) -> int:
@@ -155,22 +123,16 @@ def read_question(args: argparse.Namespace) -> Question:
     workload = read_workload(args, content, model)
     if not (args.tflops > 0 and 0 < args.mfu <= 1):
         raise ConfigError(f"--tflops and --mfu: got {args.tflops:g} and {args.mfu:g}, wanted > 0, and > 0 to 1")
-    if args.strided and args.ep_size is None:
-        raise ConfigError("--strided: needs --ep-size; without it both kinds of groups are tried")
     cluster = read_cluster(args)
-    token = token_codec(args.token_codec, model.hidden, workload.param_bytes)
     return Question(
         cluster=cluster,
         workload=workload,
-        rates=Rates(
-            flops_per_s=args.tflops * args.mfu * TERA, overlap=args.overlap, host_bytes_per_s=args.host_rate * GIGA
-        ),
+        rates=Rates(flops_per_s=args.tflops * args.mfu * TERA, overlap=args.overlap),
         sync=BY_DEEPSPEED if args.dense_sync == "deepspeed" else SyncModel(),
-        groups=() if args.ep_size is None else (ExpertGroup(args.ep_size, args.strided),),
+        groups=() if args.ep_size is None else (ExpertGroup(args.ep_size),),
         codecs=read_codecs(args, workload),
-        token_codecs=(token, *[IDENTITY] * (len(cluster.levels) - 1)),
         memory_bytes=None if args.memory is None else args.memory * GIGA,
-        host_memory_bytes=None if args.memory is None else args.host_memory * GIGA,
+        host_memory_bytes=None if args.memory is None else HOST_MEMORY_BYTES,
     )
 
 
@@ -188,13 +150,11 @@ def read_cluster(args: argparse.Namespace) -> Cluster:
     else:
         # A block that is not enabled may have sizes that do not match the world size.
         cluster = parse_config({"enabled": False, "levels": str(args.cluster)}, world_size=0).cluster()
-    for level, rate, delay, prefix in ((0, args.wan, args.delay, ""), (-1, args.lan, args.lan_delay, "lan-")):
-        bits_per_s = None if rate is None else parse_bits_per_s(rate, "--lan" if prefix else "--wan")
-        cluster = cluster.with_link(
-            level % len(cluster.levels),
-            bandwidth_bytes_per_s=None if bits_per_s is None else bits_per_s / BITS_PER_BYTE,
-            latency_s=None if delay is None else parse_duration(delay, f"--{prefix}delay"),
-        )
+    for level, rate, argument in ((0, args.wan, "--wan"), (len(cluster.levels) - 1, args.lan, "--lan")):
+        if rate is not None:
+            cluster = cluster.with_link(level, bandwidth_bytes_per_s=parse_bits_per_s(rate, argument) / BITS_PER_BYTE)
+    if args.delay is not None:
+        cluster = cluster.with_link(0, latency_s=parse_duration(args.delay, "--delay"))
     return cluster
 
 
@@ -227,8 +187,6 @@ def read_workload(args: argparse.Namespace, content: Mapping[str, Any], model: M
         zero_stage=args.zero_stage,
         is_checkpointed=args.checkpointing,
         has_fused_loss=args.fused_loss,
-        seq_len=args.seq_len,
-        capacity_factor=args.capacity_factor,
         trainable_expert_params=sum(map(math.prod, of_expert)) if of_expert else None,
         trainable_dense_params=sum(map(math.prod, of_dense)) if of_dense else None,
         trainable_expert_shapes=of_expert,
@@ -238,23 +196,17 @@ def read_workload(args: argparse.Namespace, content: Mapping[str, Any], model: M
 
 
 def read_codecs(args: argparse.Namespace, workload: Workload) -> tuple[LevelCodecs, ...]:
-    """Sets of codecs to try at each level: exact, and by default recommended.  Raises ConfigError for a bad record."""
+    """Sets of codecs to try at each level: exact, and by default recommended."""
     if args.codecs == EXACT:
         return (LevelCodecs(),)
-    rates = {} if args.codec_rates is None else read_rates(args.codec_rates)
     wanted = recommended_codecs(workload.param_bytes)
     experts = expert_parts(workload, 1)
     dense = tuple(map(part_of, workload.dense_tensors))
 
     def cost(codec: CodecConfig, parts: tuple[Part, ...]) -> CodecCost:
         if codec == PATCH:
-            estimate = patch_cost(workload.learning_rate)
-        else:
-            estimate = codec_cost(codec.model_dump(), parts, workload.param_bytes)
-        if codec.type not in rates:
-            return estimate
-        encode, decode = rates[codec.type]
-        return replace(estimate, encode_bytes_per_s=encode, decode_bytes_per_s=decode)
+            return patch_cost(workload.learning_rate)
+        return codec_cost(codec.model_dump(), parts, workload.param_bytes)
 
     recommended = LevelCodecs(
         weight=cost(wanted.weight, experts),
@@ -264,27 +216,3 @@ def read_codecs(args: argparse.Namespace, workload: Workload) -> tuple[LevelCode
         name=RECOMMENDED,
     )
     return LevelCodecs(), recommended
-
-
-def read_rates(path: Path) -> dict[str, tuple[float, float]]:
-    """Reads the encode and decode rates of each codec type, in bytes of bf16 per second, from benchmarks/codecs.py.
-
-    The rates are those of the largest tensors in the record.  Raises ConfigError if the file is no such record.
-    """
-    largest: dict[str, tuple[int, float, float]] = {}
-    try:
-        for line in path.read_text(encoding="utf-8").splitlines():
-            record = json.loads(line)
-            if record.get("case") != "codec_time" or record["params"]["kernels"] != "compiled":
-                continue
-            kind, num_elements = record["params"]["codec"]["type"], math.prod(record["params"]["shape"])
-            encode, decode = (
-                2 * num_elements / (record[key] / MS_PER_S) for key in ("encode_update_ms", "decode_add_ms")
-            )
-            largest[kind] = max(largest.get(kind, (0, 0.0, 0.0)), (num_elements, encode, decode))
-    except (OSError, ValueError, LookupError, TypeError, AttributeError, ZeroDivisionError) as error:
-        raise ConfigError(
-            f"--codec-rates: {path} is no record of benchmarks/codecs.py ({type(error).__name__}: {error}); give the "
-            f"file that it wrote"
-        ) from error
-    return {kind: (encode, decode) for kind, (_, encode, decode) in largest.items()}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The `simulate` subcommand: simulates steps event by event and writes a table, JSON, a plot or a trace."""
+"""The `simulate` subcommand: simulates steps event by event and writes a table, JSON or a trace."""
 
 import argparse
 import json
@@ -8,10 +8,8 @@ from pathlib import Path
 from ds_hybridep.commands import question as asking
 from ds_hybridep.errors import ConfigError
 from ds_hybridep.plan.cluster import Cluster
-from ds_hybridep.simulate import chakra, comparison
+from ds_hybridep.simulate import comparison
 from ds_hybridep.simulate.scenario import Assumptions, Deviation
-
-MAX_EXPORTED = 64  # ranks to export where --rank names none
 
 DESCRIPTION = """\
 Simulates one training step of plans event by event: the best plan that `plan` finds, the ways to compare with, and the
@@ -20,7 +18,6 @@ domain sizes given with --domains. Takes the arguments of `plan` for cluster, mo
 EXAMPLE = """\
 example:
   ds_hybridep simulate --model Qwen3-30B-A3B --dcs 2x8 --wan 10gbps --delay 10ms --domains 2,1 --trace step.json
-  ds_hybridep simulate --model moe.yaml --dcs 16x8 --wan 10gbps --sweep-dcs 16 128 1000 --sweep-wan 1gbps 100gbps
 """
 
 
@@ -44,38 +41,20 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
         action="append",
         default=[],
         metavar="PLACE:KEY=VALUE,...",
-        help="a place that is slower: '3:bandwidth=0.5' halves the uplink of DC 3, '3.1:compute=2,from=10' doubles "
-        "the seconds of its GPU 1 from second 10 on; may be repeated",
+        help="a place that is slower: '3:bandwidth=0.5' halves the uplink of DC 3, '3.1:compute=2' doubles "
+        "the seconds of its GPU 1; may be repeated",
     )
     conditions.add_argument("--zipf", type=float, metavar="S", help="expert n is chosen as often as 1 / n^S")
     conditions.add_argument(
         "--jitter", type=float, default=0.0, metavar="SHARE", help="random share that computations take longer"
     )
-    conditions.add_argument("--seed", type=int, default=0, help="seed of the jitter")
     conditions.add_argument(
         "--switches", action="store_true", help="messages between datacentres also pass the links inside"
-    )
-    sweep = parser.add_argument_group("sweep", "experts grow with the number of GPUs")
-    sweep.add_argument("--sweep-dcs", type=int, nargs="+", default=[], metavar="N", help="numbers of datacentres")
-    sweep.add_argument(
-        "--sweep-wan", nargs="+", default=[], metavar="RATE", help="bandwidths of each datacentre's uplink"
     )
     output = parser.add_argument_group("output of the simulation")
     output.add_argument("--json", action="store_true", help="print JSON")
     output.add_argument(
-        "--plot", type=Path, metavar="FILE", help="with --sweep-dcs: plot the speed-up by number of datacentres"
-    )
-    output.add_argument(
         "--trace", type=Path, metavar="FILE.json", help="write a trace of the best plan, for Perfetto or Chrome"
-    )
-    output.add_argument(
-        "--export-chakra",
-        type=Path,
-        metavar="FOLDER",
-        help="write Chakra traces of the best plan, of --rank or of up to 64 ranks",
-    )
-    output.add_argument(
-        "--import-chakra", type=Path, metavar="FILE.et", help="take computation times from this Chakra trace"
     )
     output.add_argument(
         "--rank", type=int, action="append", default=[], help="rank to trace; may be repeated; default 0"
@@ -88,16 +67,7 @@ def run(args: argparse.Namespace) -> int:
     question = asking.read_question(args)
     conditions = read_conditions(args)
     domains = [read_domains(text, question.cluster) for text in args.domains]
-    if args.sweep_dcs:
-        rates = [asking.parse_bits_per_s(text, "--sweep-wan") / asking.BITS_PER_BYTE for text in args.sweep_wan]
-        points = comparison.sweep(question, conditions, domains, args.sweep_dcs, rates)
-        if args.plot is not None:
-            comparison.plot(points, args.plot)
-        print(json.dumps(points, indent=2) if args.json else comparison.sweep_table(points))
-        return 0
-    if args.plot is not None:
-        raise ConfigError("--plot: needs --sweep-dcs, the numbers of DCs to draw over")
-    traced = traced_ranks(args, question.cluster)
+    traced = list(dict.fromkeys(args.rank or [0])) if args.trace is not None else []
     for rank in traced:
         question.cluster.place_of(rank)  # raises for a rank that does not exist
     results = comparison.simulate_all(question, conditions, comparison.layouts_of(question, domains), traced)
@@ -105,22 +75,9 @@ def run(args: argparse.Namespace) -> int:
         args.trace.write_text(json.dumps(comparison.chrome_trace(results[0].step)))
     answer = comparison.answer_json(question.cluster, results)
     print(json.dumps(answer, indent=2) if args.json else comparison.table(question, results))
-    if args.export_chakra is not None:
-        chakra.export(conditions.scenario(question, results[0].layout), results[0].step, args.export_chakra)
-    if not args.json:
-        for what, path in (("trace", args.trace), ("Chakra traces", args.export_chakra)):
-            if path is not None:
-                print(f"{what}: {path}")
+    if args.trace is not None and not args.json:
+        print(f"trace: {args.trace}")
     return 0
-
-
-def traced_ranks(args: argparse.Namespace, cluster: Cluster) -> list[int]:
-    """The ranks whose trace is written."""
-    if args.rank:
-        return list(dict.fromkeys(args.rank))
-    if args.export_chakra is not None:
-        return list(range(min(cluster.num_ranks, MAX_EXPORTED)))
-    return [0] if args.trace is not None else []
 
 
 def read_conditions(args: argparse.Namespace) -> comparison.Conditions:
@@ -132,14 +89,12 @@ def read_conditions(args: argparse.Namespace) -> comparison.Conditions:
         assumptions=Assumptions(crosses_inner_links=args.switches),
         zipf=args.zipf,
         jitter=args.jitter,
-        seed=args.seed,
-        measured_s={} if args.import_chakra is None else chakra.measured_seconds(args.import_chakra),
     )
 
 
 def read_deviation(text: str) -> Deviation:
-    """Parses a slower place, such as "3.1:bandwidth=0.5,compute=2,from=10".  Raises ConfigError for other text."""
-    names = {"bandwidth": "bandwidth_factor", "compute": "slowdown", "from": "from_s"}
+    """Parses a slower place, such as "3.1:bandwidth=0.5,compute=2".  Raises ConfigError for other text."""
+    names = {"bandwidth": "bandwidth_factor", "compute": "slowdown"}
     place, _, changes = text.partition(":")
     try:
         pairs = [part.split("=") for part in changes.split(",")]
@@ -147,8 +102,7 @@ def read_deviation(text: str) -> Deviation:
         coordinates = tuple(map(int, place.split(".")))
     except (KeyError, ValueError) as error:
         raise ConfigError(
-            f"--slow: got '{text}', wanted a place and what is slower there, as in 3:bandwidth=0.5 or "
-            f"3.1:compute=2,from=10"
+            f"--slow: got '{text}', wanted a place and what is slower there, as in 3:bandwidth=0.5 or 3.1:compute=2"
         ) from error
     return Deviation(place=coordinates, **values)
 

@@ -12,7 +12,7 @@ Autograd runs the newest node first, so a prefetch made `depth` layers before it
 Forward and step communicate from the main thread, the backward from autograd's; no other thread starts a transfer.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from enum import Enum
@@ -86,7 +86,7 @@ class LayerExperts:
             return
         self._wait(self.weight_pipeline, self.shipment)
         self.shipment = None
-        self.replicas.own.unstage()
+        self.replicas.own.free()
         if self.weights is Weights.SHIPPING:
             self.weights = Weights.FRESH
 
@@ -112,7 +112,7 @@ class LayerExperts:
             self._wait(self.gradient_pipeline, handle.operation)
             handle.collected = self.replicas.take_returned()
             if self.gradients is Gradients.UNDONE and (feedback := self.replicas.feedback) is not None:
-                feedback.changes.undo_of(feedback.gradients.noted())
+                feedback.gradients.changes.undo_of(feedback.gradients.noted())
             self.returning, self.gradients = None, Gradients.EMPTY
         return handle.collected
 
@@ -216,9 +216,9 @@ class MigrationManager:
         own = replicas.own.parameters()
         if own and torch.is_grad_enabled():
             handle, aliases = self._take_prefetched(position)
-            return _by_slot(replicas, iter(_Acquire.apply(self, layer, handle, *aliases)))
+            return replicas.by_slot(_Acquire.apply(self, layer, handle, *aliases))
         layer.prefetched = None
-        return _by_slot(replicas, iter(_held(replicas, own)))
+        return replicas.by_slot(replicas.with_own(own))
 
     def wait_for_weights(self, position: int) -> None:
         self.layers[position].finish_shipment()
@@ -337,10 +337,6 @@ class MigrationManager:
         for layer in self.layers:
             layer.release()
 
-    def describe_memory(self) -> str:
-        """Describe the memory of replicas, for the log."""
-        return f"replicas and their gradients {self.replica_bytes / 2**20:.1f} MiB per rank"
-
     @property
     def replica_bytes(self) -> int:
         """Bytes held now for replicas and their gradient sums on this rank's device."""
@@ -362,25 +358,7 @@ def is_in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
-# -- what a layer's forward gets --------------------------------------------------------------------------------
-
-
-def _held(replicas: Replicas, own: Sequence[Tensor]) -> list[Tensor]:
-    """Return trainable weights: first `own`, or under ZeRO-3 the copy of the last shipment; then the replicas'."""
-    given = replicas.trainable_weights([replicas.own_slot]) if replicas.own.is_partitioned else list(own)
-    return given + replicas.trainable_weights(replicas.replica_slots)
-
-
-def _by_slot(replicas: Replicas, tensors: Iterator[Tensor]) -> list[list[dict[str, Tensor]]]:
-    """Return weights by [slot][module]; `tensors` has own ones first, then the replicas' in slot order."""
-    slots: list[list[dict[str, Tensor]]] = [[] for _ in replicas.domain_ranks]
-    for slot in (replicas.own_slot, *replicas.replica_slots):
-        for held in replicas.weights_by_name(slot):
-            # A grouped module gets all its weights: without them it would run with ZeRO-3's hooks.
-            weights = {} if slot == replicas.own_slot and not replicas.is_grouped else dict(held)
-            weights.update({name: next(tensors) for name in replicas.trainable_names})
-            slots[slot].append(weights)
-    return slots
+# -- autograd -----------------------------------------------------------------------------------------------------
 
 
 def _stand_in(replicas: Replicas) -> list[nn.Parameter]:
@@ -427,7 +405,7 @@ class _Acquire(Function):
         ctx: Any, manager: MigrationManager, layer: LayerExperts, handle: ReturnHandle, *aliases: Tensor
     ) -> tuple[Tensor, ...]:
         ctx.manager, ctx.layer, ctx.handle, ctx.num_own = manager, layer, handle, len(aliases)
-        return tuple(weight.detach() for weight in _held(layer.replicas, aliases))
+        return tuple(weight.detach() for weight in layer.replicas.with_own(aliases))
 
     @staticmethod
     @once_differentiable

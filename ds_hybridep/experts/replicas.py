@@ -14,16 +14,17 @@ from contextlib import nullcontext
 import torch
 from torch import Tensor, nn
 
-from ds_hybridep.codecs import Patch
+from ds_hybridep.experts.codecs import ExpertCodecs
 from ds_hybridep.experts.slots import OwnSlot, SlotLayout
 from ds_hybridep.plan.partition import Partition
-from ds_hybridep.sync.feedback import Encoding, Feedback
+from ds_hybridep.sync.feedback import Encoding
 from ds_hybridep.sync.gradients import GradientMemory, StepChanges
 from ds_hybridep.sync.home import Home
-from ds_hybridep.sync.messages import MessageLayout, PacketPart
-from ds_hybridep.sync.mirrors import Mirror, PatchReplica, PatchSender, Replica
+from ds_hybridep.sync.messages import PacketPart
+from ds_hybridep.sync.mirrors import Mirror, PatchSender
 from ds_hybridep.sync.stages import GatherStage
-from ds_hybridep.sync.transfers import Gather
+from ds_hybridep.sync.transfers import Gather, needs_equal_lengths
+from ds_hybridep.sync.undelivered import stacked
 from ds_hybridep.transport.channels import Purpose
 from ds_hybridep.transport.streams import DeviceStreams, streams_of
 
@@ -69,13 +70,18 @@ class Replicas:
         # 3. Sums of gradients, by slot, for each trainable block.
         self._sums: dict[int, list[Tensor]] = {}
         # 4. What lossy codecs keep.
-        self.feedback = _feedback_of(self, changes, rank)
+        self.feedback = _codecs_of(self, changes, rank)
 
     def _parts(self, slot: int) -> tuple[PacketPart, ...]:
         """Return the parts of the messages of a slot."""
-        num_local = self.layout.num_local
+        num_local, first = self.layout.num_local, self.expert_ids(slot).start
         return tuple(
-            PacketPart(piece.shape, num_local, (((slot, piece.name), num_local * piece.shape.numel()),), block.dtype)
+            PacketPart(
+                piece.shape,
+                num_local,
+                (((stacked(self.layer, piece.name), first * piece.shape.numel()), num_local * piece.shape.numel()),),
+                block.dtype,
+            )
             for block in self.layout.trainable_blocks
             for piece in block.slices
         )
@@ -94,7 +100,7 @@ class Replicas:
     # -- what slots hold ----------------------------------------------------------------------------------------
 
     def values(self, slot: int, *, trainable_only: bool) -> list[Tensor]:
-        """Return the weights of a slot, [e * n] for each block; the own slot must have been staged."""
+        """Return the weights of a slot, [e * n] for each block; the own slot must have been filled."""
         if slot == self.own_slot:
             return self.own.values(trainable_only=trainable_only)
         pairs = zip(self.layout.blocks, self._weights[slot], strict=True)
@@ -134,6 +140,23 @@ class Replicas:
             weights[name] for slot in slots for weights in self.weights_by_name(slot) for name in self.trainable_names
         ]
 
+    def with_own(self, own: Sequence[Tensor]) -> list[Tensor]:
+        """Return trainable weights: first `own`, or under ZeRO-3 the copy of the last shipment; then the replicas'."""
+        given = self.trainable_weights([self.own_slot]) if self.own.is_partitioned else list(own)
+        return given + self.trainable_weights(self.replica_slots)
+
+    def by_slot(self, tensors: Iterable[Tensor]) -> list[list[dict[str, Tensor]]]:
+        """Return weights by [slot][module]; trainable ones are `tensors`, in the order of `with_own`."""
+        iterator = iter(tensors)
+        slots: list[list[dict[str, Tensor]]] = [[] for _ in self.domain_ranks]
+        for slot in (self.own_slot, *self.replica_slots):
+            for held in self.weights_by_name(slot):
+                # A grouped module gets all its weights: without them it would run with ZeRO-3's hooks.
+                weights = {} if slot == self.own_slot and not self.is_grouped else dict(held)
+                weights.update({name: next(iterator) for name in self.trainable_names})
+                slots[slot].append(weights)
+        return slots
+
     # -- gradients of the replicas -------------------------------------------------------------------------------
 
     def add_gradients(self, gradients: Iterable[Tensor]) -> None:
@@ -167,23 +190,23 @@ class Replicas:
 
     # -- what was sent before, for patches -----------------------------------------------------------------------
 
+    @property
+    def sends_patches(self) -> bool:
+        return self.feedback is not None and self.feedback.patch_sender is not None
+
     def remember_sent(self) -> None:
         """Keep what was sent last if patches need it; call before the step, while the parameters still equal it."""
-        for sender in [] if self.feedback is None else self.feedback.patch_senders:
-            in_place = self.own.is_partitioned
-            sender.sent = self.own.values(trainable_only=True) if in_place else self.own.copy()
+        if self.feedback is not None and (sender := self.feedback.patch_sender) is not None:
+            sender.sent = self.own.values(trainable_only=True) if self.own.is_partitioned else self.own.copy()
 
     @property
     def knows_sent(self) -> bool:
         """True unless patches need what was sent last, and it was not remembered."""
-        return self.feedback is None or all(sender.sent for sender in self.feedback.patch_senders)
-
-    @property
-    def sends_patches(self) -> bool:
-        return self.feedback is not None and self.feedback.has_patches
+        sender = None if self.feedback is None else self.feedback.patch_sender
+        return sender is None or bool(sender.sent)
 
     def forget_sent(self) -> None:
-        for sender in [] if self.feedback is None else self.feedback.patch_senders:
+        if self.feedback is not None and (sender := self.feedback.patch_sender) is not None:
             self.free_behind_side(sender.sent)
             sender.sent = []
 
@@ -209,21 +232,21 @@ class Replicas:
     @property
     def sends_own_slot(self) -> bool:
         """True if any level carries weights of the own slot unencoded."""
-        feedback = self.feedback
-        return feedback is None or any(
-            stage.weights is not None and stage.weights.has_equal_lengths
-            if stage.level in feedback.patches
-            else stage.level not in feedback.mirror_names
-            for stage in self.stages
-        )
+        return any(self.sender_over(stage) is None for stage in self.stages)
+
+    def sender_over(self, stage: GatherStage) -> Mirror | PatchSender | None:
+        """Return what encodes the owned weights for a stage; None if they go as they are."""
+        sender = None if self.feedback is None else self.feedback.senders.get(stage.level)
+        return None if sender is None or (sender.varies and needs_equal_lengths(stage)) else sender
 
     def make_senders(self) -> None:
         """Make now what is kept of all gradients that leave this rank; otherwise it is made at its first use."""
-        if self.feedback is not None:
-            for stage in self.stages:
-                for peer in stage.peers:
-                    for slot in peer.receives:
-                        self.feedback.make_senders(stage.level, slot)
+        if (feedback := self.feedback) is not None:
+            for stage in self.stages if feedback.gradients.is_lossy else ():
+                slots = [slot for peer in stage.peers for slot in peer.receives]
+                for part in (part for slot in slots for part in feedback.parts[slot]):
+                    if feedback.gradients.codecs[stage.level] is not None:
+                        feedback.gradients.sender(stage.level, part)
 
     def release(self) -> None:
         self.own.release()
@@ -234,30 +257,21 @@ class Replicas:
         return range(owner * self.layout.num_local, (owner + 1) * self.layout.num_local)
 
 
-def _feedback_of(replicas: Replicas, changes: StepChanges, rank: int) -> Feedback | None:
+def _codecs_of(replicas: Replicas, changes: StepChanges, rank: int) -> ExpertCodecs | None:
     """Return the codecs' state; None if nothing is encoded, or if all is frozen and travels only at the start."""
     levels = [stage.level for stage in replicas.stages]
     weights, gradients = replicas.encoding.weight_codecs, replicas.encoding.gradient_codecs
     if not replicas.parts or not any(weights[level] or gradients[level] for level in levels):
         return None
     home = Home(replicas.device, replicas.encoding.is_on_host)
-    feedback = Feedback(replicas.slot_parts, GradientMemory(replicas.layer, gradients, home, changes, rank))
+    codecs = ExpertCodecs(replicas.slot_parts, GradientMemory(replicas.layer, gradients, home, changes, rank))
     for level in levels:
-        codec = weights[level]
-        if isinstance(codec, Patch):
-            known = next(iter(feedback.patches.values()), None)
-            feedback.patches[level] = known or PatchSender(codec)
-        elif codec is not None:
-            name = feedback.mirror_names[level] = codec.settings()
-            if name not in feedback.mirrors:
-                feedback.mirrors[name] = Mirror(MessageLayout(codec, replicas.parts), home)
+        if (codec := weights[level]) is not None:
+            codecs.make_sender(level, codec, replicas.parts)
     for slot in replicas.replica_slots:
-        codec = weights[replicas.level_between(replicas.own_slot, slot)]
-        if isinstance(codec, Patch):
-            feedback.replicas[slot] = PatchReplica(codec, replicas.values(slot, trainable_only=True))
-        elif codec is not None:
-            feedback.replicas[slot] = Replica(MessageLayout(codec, replicas.parts), replicas.weight_parts(slot), home)
-    return feedback
+        if (codec := weights[replicas.level_between(replicas.own_slot, slot)]) is not None:
+            codecs.make_replica(slot, codec, replicas.values(slot, trainable_only=True), replicas.weight_parts(slot))
+    return codecs
 
 
 class WeightShipment(Gather):
@@ -270,34 +284,38 @@ class WeightShipment(Gather):
     def __init__(self, replicas: Replicas, *, is_exact: bool) -> None:
         self._messages: dict[int, list[Tensor]] = {}
         purpose = Purpose("expert_weights", "shipping of expert weights", replicas.layer)
-        super().__init__(replicas, purpose, self._messages, is_exact=is_exact)
-        self._replicas = replicas
+        held = {} if replicas.feedback is None else replicas.feedback.replicas
+        super().__init__(replicas, purpose, self._messages, held, is_exact=is_exact)
+        self._replicas_of_layer = replicas
 
     def load(self) -> None:
         """Read the owned experts' current weights and encode them.  Call before the first `advance`."""
-        replicas, feedback = self._replicas, self._replicas.feedback
-        senders = [] if feedback is None or self._is_exact else feedback.patch_senders
+        replicas = self._replicas_of_layer
+        feedback, streams = replicas.feedback, replicas.streams
+        patches = None if feedback is None or self._is_exact else feedback.patch_sender
         is_sent = self._is_exact or replicas.sends_own_slot
         # In the current stream, because under ZeRO-3 DeepSpeed gathers parameters for this.
-        weights = replicas.own.copy() if senders else []
-        if not senders and (is_sent or replicas.own.is_partitioned):
-            replicas.own.stage(trainable_only=not self._is_exact)
-        if feedback is None or not (feedback.mirrors or senders):
+        weights = replicas.own.copy() if patches is not None else []
+        if patches is None and (is_sent or replicas.own.is_partitioned):
+            replicas.own.fill(trainable_only=not self._is_exact)
+        if feedback is None or not feedback.senders:
             return
-        streams = replicas.streams
         with nullcontext() if streams is None else streams.aside(), feedback.counters.timing("encode_s"):
             if self._is_exact:
-                for mirror in feedback.mirrors.values():
+                for mirror in feedback.mirrors:
                     mirror.assign(replicas.weight_parts(replicas.own_slot))
                 return
-            for sender in senders:
-                assert sender.sent, f"{replicas.layer}: what was sent last was not remembered before the step"
-                self._messages.update(dict.fromkeys(feedback.patches, sender.encode(weights)))
-                replicas.own.adopt(sender.sent)
+            encoded: dict[Mirror | PatchSender, list[Tensor]] = {}
+            if patches is not None:
+                assert patches.sent, f"{replicas.layer}: what was sent last was not remembered before the step"
+                encoded[patches] = patches.encode(weights)
+                replicas.own.adopt(patches.sent)
             sources = replicas.own.sources() if feedback.mirrors else []
-            encoded = {name: [mirror.encode(sources)] for name, mirror in feedback.mirrors.items()}
-            self._messages.update({level: encoded[name] for level, name in feedback.mirror_names.items()})
+            encoded.update((mirror, mirror.encode(sources)) for mirror in feedback.mirrors)
+            for stage in self.stages:
+                if (sender := replicas.sender_over(stage)) is not None:
+                    self._messages[stage.level] = encoded[sender]
         replicas.free_behind_side(weights)
         replicas.forget_sent()
         if not is_sent:
-            replicas.own.unstage()
+            replicas.own.free()

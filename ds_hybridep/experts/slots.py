@@ -105,7 +105,7 @@ class SlotLayout:
 
 
 class OwnSlot:
-    """The slot of this rank's own experts in one layer.  It has memory between `stage` or `adopt` and `unstage`.
+    """The slot of this rank's own experts in one layer.  It has memory between `fill` or `adopt` and `free`.
 
     Args:
         experts: as in `SlotLayout`.
@@ -172,11 +172,11 @@ class OwnSlot:
         return [weights for weights in self._weights if weights is not None]
 
     def values(self, *, trainable_only: bool) -> list[Tensor]:
-        """Return [e * n] for each block; the slot must have been staged."""
+        """Return [e * n] for each block; the slot must have been filled."""
         pairs = zip(self._layout.blocks, self._weights, strict=True)
         wanted = [weights for block, weights in pairs if block.is_trainable or not trainable_only]
         values = [weights for weights in wanted if weights is not None]
-        assert len(values) == len(wanted), f"{self.layer}: the own slot is not staged"
+        assert len(values) == len(wanted), f"{self.layer}: the own slot is not filled"
         return values
 
     def by_name(self) -> list[dict[str, Tensor]]:
@@ -185,7 +185,7 @@ class OwnSlot:
             return self._layout.by_name(self.values(trainable_only=False))
         return [dict(expert.named_parameters()) for expert in self.experts]
 
-    def stage(self, *, trainable_only: bool) -> None:
+    def fill(self, *, trainable_only: bool) -> None:
         """Copy the parameters into the slot; under ZeRO-3 the ranks that share them must call together."""
         self.make_room(trainable_only=trainable_only)
         self._load(self.values(trainable_only=trainable_only), trainable_only=trainable_only)
@@ -203,7 +203,7 @@ class OwnSlot:
         pairs = zip(self._layout.blocks, self._weights, strict=True)
         self._weights = [next(iterator) if block.is_trainable else held for block, held in pairs]
 
-    def unstage(self) -> None:
+    def free(self) -> None:
         """Free the slot once it was sent.  Under ZeRO-3 it stays."""
         if not self.is_partitioned:
             self._weights = [None for _ in self._weights]

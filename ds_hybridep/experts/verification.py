@@ -13,6 +13,7 @@ from ds_hybridep.experts.migration import MigrationManager
 from ds_hybridep.experts.partitioned import gathered
 from ds_hybridep.experts.replicas import Replicas
 from ds_hybridep.kernels import Kernels
+from ds_hybridep.sync.mirrors import Mirror
 from ds_hybridep.transport.channels import Purpose, Transport
 
 
@@ -54,7 +55,7 @@ def checksums(replicas: Replicas, kernels: Kernels) -> Tensor:
         if encoded is not None:
             sums.add_all(map(encoded.home.fetch, encoded.values))
         rows.append(sums.total)
-    for mirror in () if feedback is None else feedback.mirrors.values():
+    for mirror in () if feedback is None else feedback.mirrors:
         sums = _Sums(kernels, replicas.device)
         sums.add_slot(replicas, replicas.own_slot, frozen_only=True)
         sums.add_all(map(mirror.home.fetch, mirror.values))
@@ -94,8 +95,8 @@ def _owners_row(replicas: Replicas, slot: int, holder: int) -> int:
     """Return the row of the owner's checksums that the copy of `slot` on the rank of slot `holder` must equal."""
     if holder == slot or replicas.feedback is None:
         return slot
-    name = replicas.feedback.mirror_names.get(replicas.level_between(slot, holder))
-    return slot if name is None else len(replicas.domain_ranks) + list(replicas.feedback.mirrors).index(name)
+    sender = replicas.feedback.senders.get(replicas.level_between(slot, holder))
+    return len(replicas.domain_ranks) + replicas.feedback.mirrors.index(sender) if isinstance(sender, Mirror) else slot
 
 
 def _exchange(transport: Transport, replicas: Replicas, own: Tensor) -> dict[int, Tensor]:

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 from ds_hybridep.errors import ConfigError, UnsupportedError
 from ds_hybridep.experts.partitioned import is_partitioned
+from ds_hybridep.integration.autoep import experts_of
 
 # By parameter of Hugging Face: the weights of AutoEP that make up its rows, from first to last.
 PARTS = {"gate_up_proj": ("w1", "w3"), "down_proj": ("w2",)}
@@ -73,19 +74,16 @@ def factor_names(parameter: str) -> tuple[str, str]:
 
 def take_off(model: nn.Module) -> dict[str, list[Adapter]]:
     """Replace peft's wrappers by the experts inside.  Returns what the wrappers added, by name of the MoE block."""
+    taken: dict[str, list[Adapter]] = {}
     if "peft" not in sys.modules:
-        return {}
+        return taken
     from peft.tuners.lora.layer import ParamWrapper
 
-    taken: dict[str, list[Adapter]] = {}
     for name, block in list(model.named_modules()):
         wrapper = dict(block.named_children()).get("experts")
-        if isinstance(wrapper, ParamWrapper):
-            taken[name] = []
-            while isinstance(wrapper, ParamWrapper):
-                taken[name].append(_adapter_of(f"{name}.experts", wrapper))
-                wrapper = wrapper.base_layer
-            block.experts = wrapper
+        while isinstance(wrapper, ParamWrapper):
+            taken.setdefault(name, []).append(_adapter_of(f"{name}.experts", wrapper))
+            wrapper = block.experts = wrapper.base_layer
     return taken
 
 
@@ -98,12 +96,11 @@ def _adapter_of(name: str, wrapper: Any) -> Adapter:
         "weights that are not fused, [experts, rows, cols]": base.ndim != 3 and not is_partitioned(base),
         "zero.Init (ZeRO-3 in the ds_config before the model is loaded)": is_partitioned(base),
     }
-    for feature, is_used in reasons.items():
-        if is_used:
-            raise UnsupportedError(
-                f"{name}: adapters of experts do not work with {feature}; leave target_parameters out of the "
-                f"LoraConfig, or change that"
-            )
+    if feature := next((feature for feature, is_used in reasons.items() if is_used), None):
+        raise UnsupportedError(
+            f"{name}: adapters of experts do not work with {feature}; leave target_parameters out of the LoraConfig, "
+            f"or change that"
+        )
     (adapter,) = wrapper.lora_A
     lora_b, lora_a, scaling = wrapper.get_delta_factors(adapter)
     originals = wrapper.lora_A[adapter].weight, wrapper.lora_B[adapter].weight
@@ -131,7 +128,6 @@ def put_on(model: nn.Module, taken: Mapping[str, list[Adapter]], sources: Any) -
         experts, own = layer.experts, experts_of(layer, layer.ep_rank)
         experts.__class__ = AdaptedExperts
         experts.scalings = {adapter.parameter: adapter.scaling for adapter in adapters}
-        names_of_all: list[str] = []
         for adapter in adapters:
             _check_layout(name, experts, adapter, own)
             names = factor_names(adapter.parameter)
@@ -140,18 +136,13 @@ def put_on(model: nn.Module, taken: Mapping[str, list[Adapter]], sources: Any) -
                 for mark in _MARKS:
                     setattr(parameter, mark, getattr(experts.w1, mark))
                 experts.register_parameter(factor_name, parameter)
-                names_of_all.append(factor_name)
                 if sources:
                     sources.sources[id(parameter)] = [old]
                     sources.discarded.add(id(old))
-        _mark(layer, names_of_all)
-
-
-def _mark(layer: Any, factors: list[str]) -> None:
-    """Name the factors in what DeepSpeed writes about the layer into checkpoints, for ds_to_universal."""
-    descriptor = getattr(layer, "expert_placement_descriptor", None)
-    if descriptor is not None:
-        layer.expert_placement_descriptor = {**descriptor, "hybridep_factors": factors}
+        descriptor = getattr(layer, "expert_placement_descriptor", None)
+        if descriptor is not None:  # what DeepSpeed writes about the layer into checkpoints, for ds_to_universal
+            factors = [key for key, _ in _factors_of(layer)]
+            layer.expert_placement_descriptor = {**descriptor, "hybridep_factors": factors}
 
 
 def load_module_state_dict(
@@ -164,17 +155,6 @@ def load_module_state_dict(
             if f"{name}.experts.{key}" in module:
                 module[f"{name}.experts.{key}"] = parameter.detach()
     return original({**checkpoint, "module": module}, *args, **kwargs)
-
-
-def experts_of(layer: Any, ep_rank: int) -> list[int]:
-    """Return the experts that a rank of the layer's group owns, in the order of its weights."""
-    descriptor = getattr(layer, "expert_placement_descriptor", None)
-    if descriptor is None:  # DeepSpeed before 0.19.8 gives experts out in the order of ranks
-        first = ep_rank * layer.num_local_experts
-        return list(range(first, first + layer.num_local_experts))
-    from deepspeed.checkpoint.autoep_affine import autoep_experts_for_rank
-
-    return list(autoep_experts_for_rank(descriptor, ep_rank))
 
 
 def _check_layout(name: str, experts: nn.Module, adapter: Adapter, own: list[int]) -> None:
@@ -195,15 +175,18 @@ def save(layers: Mapping[str, Any], folder: Path, step: int) -> None:
     first = next(iter(layers.values()))
     if groups._get_expert_data_parallel_rank(first.ep_group_name) != 0:
         return
-    record = {}
-    for name, layer in layers.items():
-        factors = {key: value.detach().clone() for key, value in _factors_of(layer)}
-        record[name] = {"experts": experts_of(layer, layer.ep_rank), "factors": factors, "step": step}
+    record = {
+        name: {
+            "experts": experts_of(layer, layer.ep_rank),
+            "factors": {key: value.detach().clone() for key, value in _factors_of(layer)},
+            "step": step,
+        }
+        for name, layer in layers.items()
+    }
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / FILES.replace("*", f"{first.ep_rank:05d}")
-    unfinished = path.with_suffix(".partial")
-    torch.save(record, unfinished)
-    os.replace(unfinished, path)
+    torch.save(record, path.with_suffix(".partial"))
+    os.replace(path.with_suffix(".partial"), path)
 
 
 def load(layers: Mapping[str, Any], folder: Path) -> None:

@@ -86,11 +86,9 @@ def call_grouped(experts: nn.Module, weights: dict[str, Tensor], rows: Tensor, c
     padded, places, padded_counts, num_rows = permute_by_local_expert(rows, rows_per_expert)
     if weights:
         # Call the forward without the module's hooks: with them ZeRO-3 would gather weights that are not used.
-        other = copy.copy(experts)
-        other.__dict__["_parameters"] = dict(weights)
-        outputs = other.forward(padded, padded_counts)
-    else:
-        outputs = experts(padded, padded_counts)
+        experts = copy.copy(experts)
+        experts.__dict__["_parameters"] = dict(weights)
+    outputs = experts.forward(padded, padded_counts) if weights else experts(padded, padded_counts)
     rows_in_order: Tensor = unpermute_by_local_expert(outputs, places, num_rows)
     return rows_in_order
 
@@ -133,6 +131,17 @@ def _finalize_output(layer: Any, output: Tensor, x: Tensor, hidden_states: Tenso
     return (output, logits) if layer.return_router_logits else output
 
 
+def experts_of(layer: Any, ep_rank: int) -> list[int]:
+    """Return the experts that a rank of the layer's group owns, in the order of its weights."""
+    descriptor = getattr(layer, "expert_placement_descriptor", None)
+    if descriptor is None:  # DeepSpeed before 0.19.8 gives experts out in the order of ranks
+        first = ep_rank * layer.num_local_experts
+        return list(range(first, first + layer.num_local_experts))
+    from deepspeed.checkpoint.autoep_affine import autoep_experts_for_rank
+
+    return list(autoep_experts_for_rank(descriptor, ep_rank))
+
+
 def adapted_layers(layers: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
     """Return the layers whose experts have adapters.  Not in adapters.py, because that needs modules of AutoEP."""
     return {name: layer for name, layer in layers.items() if getattr(layer.experts, "is_adapted", False)}
@@ -147,9 +156,8 @@ def _refuse_unsupported(name: str, layer: Any) -> None:
         f'expert_parallel.combine_impl "{layer.combine_impl}"': layer.combine_impl != "weighted_sum",
         "expert_parallel.async_split_plan": getattr(layer, "async_split_plan", False),  # from 0.19.8 on
     }
-    for feature, is_used in reasons.items():
-        if is_used:
-            raise UnsupportedError(
-                f'{name}: {feature} does not work together with the "hybridep" block, which moves tokens itself; '
-                f'leave it out, or set "hybridep": {{"enabled": false}}'
-            )
+    if feature := next((feature for feature, is_used in reasons.items() if is_used), None):
+        raise UnsupportedError(
+            f'{name}: {feature} does not work together with the "hybridep" block, which moves tokens itself; leave it '
+            f'out, or set "hybridep": {{"enabled": false}}'
+        )

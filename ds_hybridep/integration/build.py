@@ -1,26 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
 """Makes the layers of a plan from the settings and the model's MoE layers."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+from torch import Tensor, nn
 
 from ds_hybridep.codecs import make_codec, make_weight_codec
 from ds_hybridep.config import HybridEPConfig
 from ds_hybridep.config_codecs import IDENTITY
-from ds_hybridep.experts.codec_checkpoint import OwnedExperts
 from ds_hybridep.experts.layer_spec import LayerSpec, check_experts
 from ds_hybridep.experts.migration import LayerExperts, MigrationManager
+from ds_hybridep.experts.partitioned import full_shape
 from ds_hybridep.experts.replicas import Replicas
-from ds_hybridep.experts.slots import lay_out
+from ds_hybridep.experts.slots import Block, lay_out
 from ds_hybridep.kernels import Kernels
 from ds_hybridep.plan.depth import return_depth
 from ds_hybridep.plan.partition import Partition
 from ds_hybridep.plan.token_route import TokenExchange, build_route, choose_exchange
-from ds_hybridep.sync.feedback import Encoding
+from ds_hybridep.sync.feedback import Encoding, no_master, no_scale
 from ds_hybridep.sync.gradients import StepChanges
-from ds_hybridep.sync.stages import GatherStage, connect, gather_stages
+from ds_hybridep.sync.stages import connect, gather_stages
 from ds_hybridep.sync.transfers import StagePipeline
+from ds_hybridep.sync.undelivered import Target, stacked
 from ds_hybridep.tokens.exchange import Exchange, build_exchanges
 from ds_hybridep.tokens.layer import HybridMoE, expert_to_slot
 from ds_hybridep.transport.channels import Transport
@@ -31,12 +34,35 @@ TYPICAL_NUM_TOKENS = 4096
 
 
 @dataclass(frozen=True)
+class Facts:
+    """What all plans of one engine have in common.
+
+    specs: the model's MoE layers, in the order in which they run.
+    is_boundary: returns True if the running backward is the last before the optimizer step.
+    sync_groups: returns, by name, the ranks that hold the same parameters, if settings synchronise these by level.
+    parameters: returns the model's, by name.
+    master_of, loss_scale: as in `Encoding`.
+    """
+
+    specs: tuple[LayerSpec, ...]
+    is_boundary: Callable[[], bool]
+    sync_groups: Callable[[HybridEPConfig], Mapping[str, tuple[int, ...]]] = lambda _: {}
+    parameters: Callable[[], Iterable[tuple[str, nn.Parameter]]] = tuple
+    master_of: Callable[[nn.Parameter], Tensor | None] = no_master
+    loss_scale: Callable[[], float] = no_scale
+
+
+@dataclass(frozen=True)
 class PlannedLayer:
     """A layer with its domains and its token exchange (None: DeepSpeed's own)."""
 
     spec: LayerSpec
     partition: Partition
     exchange: TokenExchange | None
+
+    @property
+    def _blocks(self) -> Sequence[Block]:
+        return lay_out(self.spec.experts[0], is_grouped=self.spec.is_grouped)
 
     def canonical(self) -> dict[str, Any]:
         """Return what all ranks must agree on, JSON-able."""
@@ -50,104 +76,101 @@ class PlannedLayer:
             "token_exchange": self.exchange,
             "expert": [
                 [str(block.dtype), block.is_trainable, [[piece.name, list(piece.shape)] for piece in block.slices]]
-                for block in lay_out(self.spec.experts[0], is_grouped=self.spec.is_grouped)
+                for block in self._blocks
             ],
         }
 
-    def owned(self, rank: int, world_size: int) -> OwnedExperts:
+    def targets(self, rank: int, world_size: int) -> Iterator[Target]:
+        """Yield the parameters of this rank's experts, for what codecs have not delivered."""
         spec = self.spec
         first = spec.group_ranks.index(rank) * spec.num_local
-        blocks = lay_out(spec.experts[0], is_grouped=spec.is_grouped)
-        return OwnedExperts(
-            name=spec.name,
-            experts=range(first, first + spec.num_local),
-            shapes={
-                piece.name: (spec.num_local, *piece.shape)
-                for block in blocks
-                if block.is_trainable
-                for piece in block.slices
-            },
-            share=len(spec.group_ranks) / world_size,
-            device=spec.sample.device,
-        )
+        share = len(spec.group_ranks) / world_size
+        for at, module in enumerate(spec.experts):
+            for name, parameter in module.named_parameters():
+                num_elements = full_shape(parameter).numel()
+                start = first * num_elements // spec.num_local if spec.is_grouped else (first + at) * num_elements
+                if parameter.requires_grad:
+                    yield Target(stacked(spec.name, name), start, start + num_elements, parameter, share)
 
 
+def plan_layer(config: HybridEPConfig, spec: LayerSpec) -> PlannedLayer:
+    """Return a layer with the domains and the token exchange that the settings give it."""
+    cluster = config.cluster()
+    partition = Partition.build(cluster, spec.group_ranks, config.domain_sizes)
+    if partition.domain_size > 1:
+        check_experts(spec)
+    if config.token_exchange == "deepspeed":
+        return PlannedLayer(spec, partition, None)
+    if config.token_exchange != "auto":
+        return PlannedLayer(spec, partition, config.token_exchange)
+    row_bytes = spec.hidden * spec.sample.element_size()
+    exchange = choose_exchange(partition, cluster, spec.num_experts, spec.top_k, row_bytes, TYPICAL_NUM_TOKENS)
+    return PlannedLayer(spec, partition, exchange)
+
+
+@dataclass(frozen=True)
 class Builder:
     """Makes the layers of one plan and what moves their experts."""
 
-    def __init__(
-        self,
-        config: HybridEPConfig,
-        transport: Transport,
-        kernels: Kernels,
-        encoding: Encoding,
-        changes: StepChanges,
-        is_boundary: Callable[[], bool],
-    ) -> None:
-        self._config, self._transport, self._kernels = config, transport, kernels
-        self._encoding, self._changes, self._is_boundary = encoding, changes, is_boundary
-        self._pipelines: dict[str, tuple[StagePipeline, StagePipeline]] = {}  # by expert-parallel group
+    config: HybridEPConfig
+    transport: Transport
+    kernels: Kernels
+    encoding: Encoding
+    changes: StepChanges
+    is_boundary: Callable[[], bool]
 
-    def build(self, layers: Sequence[PlannedLayer]) -> tuple[dict[str, HybridMoE], MigrationManager | None]:
+    def build(self, layers: Sequence[PlannedLayer]) -> tuple[dict[str, HybridMoE], MigrationManager]:
         """Return the layers by name, and the manager of the layers that have replicas.
 
         Makes channels for each layer: first for tokens, then for weights and gradients by level.  All ranks must call
         with the same layers.
         """
+        rank, transport = self.transport.rank, self.transport
         # 1. Connections.  They come first, so that nobody waits to connect to a rank that fails in a later part.
-        connected = [(self._exchanges_of(layer), self._stages_of(layer)) for layer in layers]
+        connected = []
+        formats = [level.row_format for level in self.config.levels]
+        for layer in layers:
+            assert layer.exchange is not None
+            spec, device = layer.spec, layer.spec.sample.device
+            route = build_route(layer.partition, rank, spec.num_experts, layer.exchange)
+            exchanges = build_exchanges(
+                route, transport, spec.group, self.kernels, spec.name, device, level_formats=formats
+            )
+            stages = connect(gather_stages(layer.partition, rank), transport, spec.group, device)
+            connected.append((layer, exchanges, stages))
         # 2. Memory.
-        experts = {
-            layer.spec.name: self._experts_of(layer, stages)
-            for layer, (_, stages) in zip(layers, connected, strict=True)
-            if stages
-        }
-        migration: MigrationManager | None = None
-        if experts:
-            most_bytes = max(one.replicas.layout.sum_bytes for one in experts.values())
-            depth = return_depth(len(experts), most_bytes, self._config.advanced.prefetch_depth)
-            migration = MigrationManager(self._transport, list(experts.values()), depth, self._is_boundary)
+        pipelines: dict[str, tuple[StagePipeline, StagePipeline]] = {}
+        experts: dict[str, LayerExperts] = {}
+        for layer, _, stages in connected:
+            if stages:  # else every domain is one rank
+                spec = layer.spec
+                replicas = Replicas(
+                    spec.name, spec.experts, layer.partition, stages, rank, self.encoding, self.changes,
+                    is_grouped=spec.is_grouped,
+                )  # fmt: skip
+                if spec.group not in pipelines:
+                    pipelines[spec.group] = StagePipeline(transport), StagePipeline(transport)
+                experts[spec.name] = LayerExperts(replicas, *pipelines[spec.group])
+        most_bytes = max((one.replicas.layout.sum_bytes for one in experts.values()), default=0)
+        depth = return_depth(len(experts), most_bytes, self.config.advanced.prefetch_depth)
+        migration = MigrationManager(transport, list(experts.values()), depth, self.is_boundary)
+        # 3. Layers.
         positions = {name: position for position, name in enumerate(experts)}
         built = {
-            layer.spec.name: self._layer_of(layer, route, migration, positions.get(layer.spec.name, -1))
-            for layer, (route, _) in zip(layers, connected, strict=True)
+            layer.spec.name: self._layer_of(layer, exchanges, migration, positions.get(layer.spec.name, -1))
+            for layer, exchanges, _ in connected
         }
         return built, migration
-
-    def _exchanges_of(self, layer: PlannedLayer) -> tuple[Exchange, ...]:
-        spec = layer.spec
-        assert layer.exchange is not None
-        stages = build_route(layer.partition, self._transport.rank, spec.num_experts, layer.exchange)
-        return build_exchanges(
-            stages, self._transport, spec.group, self._kernels, spec.name, spec.sample.device,
-            level_formats=[level.row_format for level in self._config.levels],
-        )  # fmt: skip
-
-    def _stages_of(self, layer: PlannedLayer) -> tuple[GatherStage, ...]:
-        """Return the stages of a gather with their channels; empty if every domain is one rank."""
-        stages = gather_stages(layer.partition, self._transport.rank)
-        return connect(stages, self._transport, layer.spec.group, layer.spec.sample.device)
-
-    def _experts_of(self, layer: PlannedLayer, stages: tuple[GatherStage, ...]) -> LayerExperts:
-        spec = layer.spec
-        replicas = Replicas(
-            spec.name, spec.experts, layer.partition, stages, self._transport.rank, self._encoding, self._changes,
-            is_grouped=spec.is_grouped,
-        )  # fmt: skip
-        if spec.group not in self._pipelines:
-            self._pipelines[spec.group] = StagePipeline(self._transport), StagePipeline(self._transport)
-        return LayerExperts(replicas, *self._pipelines[spec.group])
 
     def _layer_of(
         self,
         layer: PlannedLayer,
         exchanges: tuple[Exchange, ...],
-        migration: MigrationManager | None,
+        migration: MigrationManager,
         position: int,
     ) -> HybridMoE:
         spec, partition = layer.spec, layer.partition
-        domain = partition.domain_index(self._transport.rank)
-        experts = partition.domain_experts(domain, spec.num_experts)
+        experts = partition.domain_experts(partition.domain_index(self.transport.rank), spec.num_experts)
         return HybridMoE(
             name=spec.name,
             experts=spec.experts,
@@ -155,7 +178,7 @@ class Builder:
             exchanges=exchanges,
             expert_to_slot=expert_to_slot(experts, spec.num_experts, spec.sample.device),
             num_slots=partition.domain_size,
-            kernels=self._kernels,
+            kernels=self.kernels,
             domain_experts=tuple(experts),
             migration=migration if position >= 0 else None,
             position=position,
@@ -169,30 +192,28 @@ def describe(
 ) -> str:
     """Describe a plan in one line, for the log."""
     first = planned[0]
-    names = [level.name for level in config.levels]
-    domains = ", ".join(f"{n} {s}" for n, s in zip(names, first.partition.domain_sizes, strict=True))
-    dense = ", dense gradients and parameters by level" if config.dense_sync == "hierarchical" else ""
-    over = f", over {', '.join(backends)}" if first.spec.sample.is_cuda else ""
-    return (
-        f"hybridep: {len(planned)} MoE layers, domain sizes {domains}, tokens {first.exchange or 'deepspeed'}, "
-        f"{kernels} kernels, {memory}{over}{dense}" + _describe_codecs(config, first)
-    )
-
-
-def _describe_codecs(config: HybridEPConfig, layer: PlannedLayer) -> str:
-    codecs = [f", {line}" for line in config.describe_codecs()]
-    codecs += [
-        f", dispatched tokens {level.token_codec.type} over {level.name}"
-        + ("" if layer.exchange and count > 1 else " (no effect: no tokens of ours cross it)")
-        for level, count in zip(config.levels, layer.partition.domain_counts, strict=True)
-        if level.row_format is not None
+    levels = list(zip(config.levels, first.partition.domain_sizes, first.partition.domain_counts, strict=True))
+    said = [
+        f"hybridep: {len(planned)} MoE layers",
+        f"domain sizes {', '.join(f'{level.name} {size}' for level, size, _ in levels)}",
+        f"tokens {first.exchange or 'deepspeed'}",
+        f"{kernels} kernels",
+        memory,
     ]
-    return "".join(codecs)
+    if first.spec.sample.is_cuda:
+        said.append(f"over {', '.join(backends)}")
+    if config.dense_sync == "hierarchical":
+        said.append("dense gradients and parameters by level")
+    said += config.describe_codecs()
+    for level, _, count in levels:
+        if level.row_format is not None:
+            effect = "" if first.exchange and count > 1 else " (no effect: no tokens of ours cross it)"
+            said.append(f"dispatched tokens {level.token_codec.type} over {level.name}{effect}")
+    return ", ".join(said)
 
 
 def encoding_of(config: HybridEPConfig, *, is_dense: bool = False) -> Encoding:
     """Return the encoding of experts, or of dense parameters; it has no `master_of` and `loss_scale` yet."""
-
     kernels = config.advanced.kernels
     codecs = [level.all_codecs for level in config.levels]
     weights = [one.dense_weight if is_dense else one.weight for one in codecs]
@@ -202,17 +223,3 @@ def encoding_of(config: HybridEPConfig, *, is_dense: bool = False) -> Encoding:
         tuple(None if one == IDENTITY else make_codec(one, kernels=kernels) for one in gradients),
         is_on_host=config.state == "host",
     )
-
-
-def plan_layer(config: HybridEPConfig, spec: LayerSpec) -> PlannedLayer:
-    cluster = config.cluster()
-    partition = Partition.build(cluster, spec.group_ranks, config.domain_sizes)
-    if partition.domain_size > 1:
-        check_experts(spec)
-    exchange: TokenExchange | None
-    if config.token_exchange == "auto":
-        row_bytes = spec.hidden * spec.sample.element_size()
-        exchange = choose_exchange(partition, cluster, spec.num_experts, spec.top_k, row_bytes, TYPICAL_NUM_TOKENS)
-    else:
-        exchange = None if config.token_exchange == "deepspeed" else config.token_exchange
-    return PlannedLayer(spec, partition, exchange)

@@ -10,48 +10,41 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from torch.autograd.graph import saved_tensors_hooks
 from torch.utils import checkpoint as torch_checkpoint
 
 from ds_hybridep.errors import UnsupportedError
-from ds_hybridep.integration.patches import DEEPSPEED_CHECKPOINTING, TORCH_CHECKPOINTING, Patches
+from ds_hybridep.integration import patches
 from ds_hybridep.tokens.layer import computing_layer
 
+_DEEPSPEED = patches.DEEPSPEED_CHECKPOINTING.partition(":")[0]
 
-def install(patches: Patches) -> None:
+
+def install(changes: patches.Patches) -> None:
     """Refuse checkpoints in threads that compute experts, while any engine is attached."""
-    patches.share("torch.autograd.graph:saved_tensors_hooks", "__enter__", _enter)
-    patches.share(f"{TORCH_CHECKPOINTING}:CheckpointFunction", "apply", _apply)
-    if DEEPSPEED_CHECKPOINTING in sys.modules:
-        patches.share(f"{DEEPSPEED_CHECKPOINTING}:CheckpointFunction", "apply", _apply)
+    # Non-re-entrant ones enter hooks for saved tensors.  Re-entrant ones apply a function, maybe a user's subclass.
+    changes.share(patches.SAVED_TENSORS, "__enter__", _refusing(_is_checkpoint))
+    changes.share(patches.TORCH_CHECKPOINTING, "apply", _refusing(lambda kind: True))
+    if _DEEPSPEED in sys.modules:
+        changes.share(patches.DEEPSPEED_CHECKPOINTING, "apply", _refusing(lambda kind: True))
 
 
-def _enter(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Refuse non-re-entrant checkpoints of torch and DeepSpeed, which enter hooks for saved tensors."""
-
-    def enter(hooks: saved_tensors_hooks) -> Any:
-        is_torchs = isinstance(hooks, torch_checkpoint._checkpoint_hook)
-        if is_torchs or getattr(hooks.pack_hook, "__module__", "") == DEEPSPEED_CHECKPOINTING:
-            _refuse()
-        return original(hooks)
-
-    return enter
+def _is_checkpoint(hooks: Any) -> bool:
+    is_torchs = isinstance(hooks, torch_checkpoint._checkpoint_hook)
+    return is_torchs or getattr(hooks.pack_hook, "__module__", "") == _DEEPSPEED
 
 
-def _apply(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Refuse re-entrant checkpoints, which apply a function; `kind` may be a user's own subclass."""
+def _refusing(is_checkpoint: Callable[[Any], bool]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
+        def call(first: Any, *args: Any, **kwargs: Any) -> Any:
+            layer = computing_layer()
+            if layer is not None and is_checkpoint(first):
+                raise UnsupportedError(
+                    f"{layer}: an expert uses activation checkpointing inside itself, which would recompute with the "
+                    f"weights of another expert; checkpoint around the MoE layer instead, or set every hybridep "
+                    f"domain_size to 1"
+                )
+            return original(first, *args, **kwargs)
 
-    def apply(kind: type, *args: Any, **kwargs: Any) -> Any:
-        _refuse()
-        return original(kind, *args, **kwargs)
+        return call
 
-    return apply
-
-
-def _refuse() -> None:
-    layer = computing_layer()
-    if layer is not None:
-        raise UnsupportedError(
-            f"{layer}: an expert uses activation checkpointing inside itself, which would recompute with the weights "
-            f"of another expert; checkpoint around the MoE layer instead, or set every hybridep domain_size to 1"
-        )
+    return wrap

@@ -2,22 +2,17 @@
 """Saves and loads states of codecs, adapters of experts and the plan, beside DeepSpeed's own checkpoints."""
 
 import inspect
-import json
-import logging
-import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ds_hybridep.errors import ConfigError
 from ds_hybridep.integration import saving, whole_checkpoints
+from ds_hybridep.integration.attachment import Attachment
 from ds_hybridep.integration.autoep import adapted_layers
-from ds_hybridep.integration.log import log_dist
+from ds_hybridep.integration.log import log_dist, warn_once, write_json
 from ds_hybridep.transport.agreement import agree, announcing_failure, hear
-
-if TYPE_CHECKING:
-    from ds_hybridep.integration.attachment import Attachment
 
 PLAN_FILE = "hybridep_plan.json"
 ADAPTER_CONFIG = "hybridep_adapter_config.json"  # what peft writes as adapter_config.json
@@ -25,14 +20,15 @@ UNIVERSAL = "latest_universal"  # DeepSpeed's file that names the newest univers
 
 
 def save(
-    attachment: "Attachment", original: Callable[..., Any], save_dir: str, tag: Any = None, *args: Any, **kwargs: Any
+    attachment: Attachment, original: Callable[..., Any], save_dir: str, tag: Any = None, *args: Any, **kwargs: Any
 ) -> Any:
     """Replaces `engine.save_checkpoint`."""
     engine, planner = attachment.engine, attachment.planner
     tag = str(tag) if tag is not None else f"global_step{engine.global_steps}"
     folder, transport = Path(save_dir) / tag, attachment.runtime.transport
+    is_first = transport.rank == 0
     # Engines that write in the background do not say when they have finished.
-    marks = transport.rank == 0 and not engine.checkpoint_engine.is_decoupled()
+    marks = is_first and not engine.checkpoint_engine.is_decoupled()
     if marks:
         whole_checkpoints.begin(folder)
     agree({"saves": tag}, transport.timeout_s)
@@ -43,9 +39,9 @@ def save(
 
         adapters.save(adapted, folder, engine.global_steps)
     config = saving.adapter_config_of(engine.module)
-    if config is not None and transport.rank == 0:
-        write_json(folder / ADAPTER_CONFIG, _plain(config.to_dict()))
-    if planner is not None and transport.rank == 0:
+    if config is not None and is_first:
+        write_json(folder / ADAPTER_CONFIG, config.to_dict(), default=_plain)
+    if planner is not None and is_first:
         write_json(folder / PLAN_FILE, planner.record(attachment.runtime))
     saved = original(save_dir, tag, *args, **kwargs)
     with announcing_failure():
@@ -55,32 +51,31 @@ def save(
     return saved
 
 
-def load(attachment: "Attachment", original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def load(attachment: Attachment, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Replaces `engine.load_checkpoint`.  Raises AgreementError if only some ranks find a checkpoint."""
     engine, timeout_s = attachment.engine, attachment.runtime.transport.timeout_s
     call = inspect.signature(original).bind(*args, **kwargs)
     call.apply_defaults()
+    given = call.arguments
     # Only rank 0 looks: file systems may show the other ranks an older state.
-    tag, why_none = hear(partial(_choose, Path(call.arguments["load_dir"]), call.arguments["tag"], engine), timeout_s)
-    if why_none and call.arguments["tag"] is not None:
+    tag, why_none = hear(partial(_choose, Path(given["load_dir"]), given["tag"], engine), timeout_s)
+    if why_none and given["tag"] is not None:
         raise ConfigError(why_none)
-    call.arguments["tag"] = tag
+    given["tag"] = tag
     with announcing_failure():
         loaded = _load_weights(attachment, original, call) if not why_none else (None, None)
     # Here all ranks learn that one has failed, no matter what each of them loads next.
     agree({"is a checkpoint found": loaded[0] is not None}, timeout_s)
     if loaded[0] is None:
         return loaded
-    if not call.arguments["load_optimizer_states"] or call.arguments["load_module_only"]:
+    if not given["load_optimizer_states"] or given["load_module_only"]:
         attachment.runtime.codecs.forget()
     else:
         folder, planner = Path(loaded[0]).parent, attachment.planner
-        recalled = planner.recall(folder / PLAN_FILE) if planner is not None else None
-        if recalled is not None:
+        if planner is not None and (recalled := planner.recall(folder / PLAN_FILE)) is not None:
             attachment.runtime.forget_gradients()  # of the run before: the switch must not hand them over
             attachment.switch(recalled, "the plan of the checkpoint")
-        lost = attachment.runtime.codecs.load(folder, engine.global_steps)
-        if lost:
+        if lost := attachment.runtime.codecs.load(folder, engine.global_steps):
             log_dist(f"hybridep: {lost}", ranks=[0])
     attachment.ship_partitioned()
     return loaded
@@ -94,12 +89,11 @@ def _choose(folder: Path, tag: str | None, engine: Any) -> tuple[str | None, str
         return whole_checkpoints.named(folder / UNIVERSAL), ""
     chosen, skipped = whole_checkpoints.newest(folder)
     for one in skipped:
-        said = f"hybridep: checkpoint {folder / one} is incomplete (its saving was interrupted): skipped"
-        log_dist(said, [0], logging.WARNING)
+        warn_once(f"checkpoint {folder / one} is incomplete (its saving was interrupted): skipped")
     return chosen, "all are incomplete" if skipped and chosen is None else ""
 
 
-def _load_weights(attachment: "Attachment", original: Callable[..., Any], call: inspect.BoundArguments) -> Any:
+def _load_weights(attachment: Attachment, original: Callable[..., Any], call: inspect.BoundArguments) -> Any:
     engine, adapted = attachment.engine, adapted_layers(attachment.layers)
     loaded = original(*call.args, **call.kwargs)
     if loaded[0] is not None and adapted and not engine.load_universal_checkpoint():
@@ -112,20 +106,5 @@ def _load_weights(attachment: "Attachment", original: Callable[..., Any], call: 
 
 
 def _plain(value: Any) -> Any:
-    """Return a value of a peft config as JSON knows it."""
-    if isinstance(value, Mapping):
-        return {str(key): _plain(one) for key, one in value.items()}
-    if isinstance(value, (set, frozenset, list, tuple)):
-        return [_plain(one) for one in (sorted(value) if isinstance(value, (set, frozenset)) else value)]
-    return value if isinstance(value, (str, int, float, bool)) or value is None else str(value)
-
-
-def write_json(path: Path, record: Mapping[str, Any]) -> None:
-    """Write or replace a file as a whole.  If that fails, log the error and let the training go on."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        unfinished = path.with_suffix(path.suffix + ".partial")
-        unfinished.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-        os.replace(unfinished, path)
-    except OSError as error:
-        log_dist(f"hybridep: {path} is not written: {error}", ranks=[-1], level=logging.WARNING)
+    """Return a value of a peft config that JSON does not know."""
+    return sorted(value) if isinstance(value, (set, frozenset)) else str(value)

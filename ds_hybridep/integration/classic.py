@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Describes DeepSpeed's classic MoE layers for the runtime, and replaces their forward."""
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -50,21 +49,15 @@ def wrap_forward(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 def _forward(layer: MOELayer, hybrid: HybridMoE, hidden_states: Tensor, used_token: Tensor | None) -> Tensor:
     x = hidden_states.reshape(-1, hidden_states.shape[-1])
-    with _agreeing_on_nothing(layer.gate):
+    # Without a group the gate asks no rank for the largest capacity.  Without dropping it pads to that; we do not.
+    group, layer.gate.ep_group = layer.gate.ep_group, None
+    try:
         routed = layer.gate(x, used_token, True, False)
+    finally:
+        layer.gate.ep_group = group
     layer.l_aux, capacity, _, topk_idx, _, topk_weights, layer.exp_counts = routed
     # Each exchange of plain EP carries C rows for each expert.  Without dropping, C is the capacity of the fullest
     # rank; we count this rank's own, which is at most C.
     hybrid.count_plain_ep(capacity * hybrid.num_local)
     output = hybrid.forward(x, topk_idx.t().contiguous(), topk_weights.t().float().contiguous())
     return output.reshape(hidden_states.shape)
-
-
-@contextmanager
-def _agreeing_on_nothing(gate: Any) -> Iterator[None]:
-    """Stop the gate from asking all ranks for the largest capacity.  Without dropping it pads to that; we do not."""
-    group, gate.ep_group = gate.ep_group, None
-    try:
-        yield
-    finally:
-        gate.ep_group = group

@@ -1,29 +1,32 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Saves, loads and drops what codecs keep between steps for experts and for data-parallel parameters."""
+"""Saves, loads and drops what codecs keep between steps.  In a checkpoint each rank writes and reads its own file.
+
+Under the same plan everything comes back as it was, and training goes on bit for bit.  Under another plan mirrors
+start again from the weights, and residuals wait for the next gradients (`sync.undelivered`).
+"""
 
 import json
 import math
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
+import torch
 
 from ds_hybridep.config import HybridEPConfig
 from ds_hybridep.errors import AgreementError
-from ds_hybridep.experts import codec_checkpoint
+from ds_hybridep.experts.codecs import ExpertCodecs
 from ds_hybridep.experts.migration import MigrationManager
 from ds_hybridep.experts.replicas import Replicas
-from ds_hybridep.experts.undelivered import UndeliveredGradients
 from ds_hybridep.integration.build import PlannedLayer
-from ds_hybridep.integration.dense import DENSE
 from ds_hybridep.sync.dense import GroupSync
-from ds_hybridep.sync.feedback import Feedback
 from ds_hybridep.sync.gradients import StepChanges
-from ds_hybridep.sync.memory import undelivered
+from ds_hybridep.sync.undelivered import Undelivered, UndeliveredGradients, collect, kept_back_in
 from ds_hybridep.transport.agreement import agree, announcing_failure
 from ds_hybridep.transport.channels import Transport
 
+PATTERN = "hybridep_rank_*.pt"
 REMEDY = "copy the files to all nodes, or remove them to begin without what codecs kept"
 
 
@@ -36,12 +39,12 @@ class CodecState:
         transport: Transport,
         planned: Sequence[PlannedLayer],
         migration: MigrationManager | None,
-        undelivered: UndeliveredGradients,
+        waiting: UndeliveredGradients,
         syncs: Mapping[str, GroupSync],
         changes: StepChanges,
     ) -> None:
         self._config, self._transport, self._planned = config, transport, planned
-        self._migration, self._undelivered, self._syncs, self._changes = migration, undelivered, syncs, changes
+        self._migration, self._syncs, self._changes, self.waiting = migration, syncs, changes, waiting
 
     @property
     def plan(self) -> str:
@@ -54,62 +57,69 @@ class CodecState:
         synchronised = {name: [sync.memory.is_mean, sync.memory.sums_for] for name, sync in self._syncs.items()}
         return json.dumps({"levels": levels, "layers": layers, "synchronised": synchronised}, sort_keys=True)
 
+    # -- checkpoints ------------------------------------------------------------------------------------------------
+
     def save(self, folder: Path, step: int) -> None:
         """Write what lossy codecs keep into a checkpoint's folder, before it is complete; all ranks must call."""
-        saved = None
         if self._migration is not None:
             if self.feedbacks:
                 self._migration.refresh_stale()
             self._migration.finish()  # a run that resumes begins with up-to-date replicas
-        waiting = self._undelivered.parts
-        synchronised = {
-            name: sync.memory.capture() for name, sync in self._syncs.items() if sync.is_encoded or sync.memory.kept
+        saved = self._state() if self.feedbacks or self._groups or self.waiting.records() else None
+        about = {"plan": self.plan, "step": step, "world_size": self._transport.world_size}
+        write(folder, self._transport.rank, self._transport.world_size, saved and {**about, **saved})
+
+    def _state(self) -> dict[str, Any]:
+        """Return everything as of the last applied step; tensors are those in use."""
+        return {
+            "experts": {one.layer: one.feedback.state_dict() for one in self.replicas if one.feedback is not None},
+            "synchronised": {name: sync.memory.state_dict() for name, sync in self._groups.items()},
+            "undelivered": [(one.name, one.start, one.values) for one in self.waiting.records()],
+            "places": self.waiting.places(),
         }
-        if self.feedbacks or waiting or synchronised:
-            world_size = self._transport.world_size
-            saved = codec_checkpoint.capture(self.replicas, self._owned(), waiting, self.plan, step, world_size)
-            saved["synchronised"] = synchronised
-        codec_checkpoint.write(folder, self._transport.rank, self._transport.world_size, saved)
 
     def load(self, folder: Path, step: int) -> str:
         """Take over what `save` wrote; all ranks must call, after weights were loaded.
 
         Returns:
-            Text for the log, if gradients that another plan had kept back are handed over or dropped; else empty.
+            Text for the log, if gradients that another plan had kept back are handed over; else empty.
 
         Raises:
             AgreementError: some ranks found the state of this plan and others did not.
                 Or it is of another plan, and files of some ranks are missing.
         """
         self.forget()
-        files = sorted(folder.glob(codec_checkpoint.PATTERN))
+        files = sorted(folder.glob(PATTERN))
         saved = self._of_this_plan(folder, files, step)
         if saved is not None:
             if self._migration is not None:
                 self._migration.refresh()
+            for replicas in self.replicas:
+                if replicas.feedback is not None:
+                    replicas.feedback.load_state_dict(saved["experts"][replicas.layer])
             for name, kept in saved["synchronised"].items():
-                self._syncs[name].memory.resume(kept)
-            self._undelivered.take_over(codec_checkpoint.restore(self.replicas, self._owned(), saved))
+                self._syncs[name].memory.load_state_dict(kept)
+            self.waiting.add(Undelivered(*one) for one in saved["undelivered"])
             return ""
-        found = codec_checkpoint.undelivered(self._owned(), files, step, self._transport.world_size)
-        self._undelivered.take_over(found)
-        kept = [part for parts in found.values() for part in parts]
-        dropped = self._take_over_residuals(files, step)
-        if (sync := self._syncs.get(DENSE)) is not None:
-            kept += [one.values for waiting in sync.memory.kept.values() for one in waiting]
-        norms = [(_norm(tensors), what) for tensors, what in ((kept, "handed over"), (dropped, "dropped"))]
-        told = " and ".join(f"gradients of norm {norm:.3g} are {what}" for norm, what in norms if norm)
-        return f"the checkpoint is of another plan: mirrors begin anew, {told}" if told else ""
+        for path in files:
+            saved = read(path)
+            if saved["step"] != step:
+                continue  # of an earlier checkpoint in this folder
+            is_ours = _rank_of(path) % self._transport.world_size == self._transport.rank
+            share_of = self.waiting.share_of(is_ours=is_ours)
+            self.waiting.add(kept_back_in(saved, saved["world_size"], share_of))
+        norm = math.sqrt(sum(float(one.values.double().square().sum()) for one in self.waiting.records()))
+        told = f"the checkpoint is of another plan: mirrors begin anew, gradients of norm {norm:.3g} are handed over"
+        return told if norm else ""
 
     def _of_this_plan(self, folder: Path, files: Sequence[Path], step: int) -> dict[str, Any] | None:
         """Return what this rank has saved at a step under this plan; on all ranks None if there is no such file."""
-        path = codec_checkpoint.file_of(folder, self._transport.rank)
+        path = file_of(folder, self._transport.rank)
         with announcing_failure():
-            is_lossy = bool(self.feedbacks) or any(sync.is_encoded for sync in self._syncs.values())
-            saved = codec_checkpoint.read(path) if is_lossy and path in files else None
+            saved = read(path) if (self.feedbacks or self._groups) and path in files else None
             is_same = saved is not None and saved["plan"] == self.plan and saved["step"] == step
-            missing = [] if is_same else codec_checkpoint.missing_ranks(files, step)
-        what = f"{codec_checkpoint.PATTERN} in {folder}"
+            missing = [] if is_same else missing_ranks(files, step)
+        what = f"{PATTERN} in {folder}"
         try:
             agree({f"state of lossy codecs in {folder.name}": is_same}, self._transport.timeout_s)
             agree({f"ranks without {what}": missing}, self._transport.timeout_s)
@@ -121,27 +131,26 @@ class CodecState:
             raise AgreementError(f"{what} of ranks {missing} are missing, and they are of another plan: {REMEDY}")
         return saved if is_same else None
 
-    def _take_over_residuals(self, files: Sequence[Path], step: int) -> list[Tensor]:
-        """Add dense gradients that ranks of the saved job had kept back to this rank's next gradients.
+    # -- another plan, other weights --------------------------------------------------------------------------------
 
-        Each rank reads the files of every `world_size`-th rank.  Returns the gradients that are dropped: those of
-        experts with several copies, which other ranks may hold now, and all others if DeepSpeed synchronises them.
-        """
-        dropped: list[Tensor] = []
-        rank, world_size = self._transport.rank, self._transport.world_size
-        for path in (one for one in files if codec_checkpoint.rank_of(one) % world_size == rank):
-            saved = codec_checkpoint.read(path)
-            for name, kept in saved.get("synchronised", {}).items() if saved["step"] == step else ():
-                if name == DENSE and name in self._syncs:
-                    self._syncs[name].memory.take_over(kept)
-                else:
-                    dropped += [one.values for one in undelivered(kept)]
-        return dropped
+    def hand_over(self) -> list[Undelivered]:
+        """Return what waits at this rank's parameters under the next plan; all must call, with nothing under way."""
+        self._changes.commit()  # the next step uses the gradients that are there
+        found = self.undelivered()
+        self.waiting.remove()
+        for replicas in self.replicas:
+            if replicas.feedback is not None and replicas.feedback.gradients.is_lossy:
+                found += collect(replicas, replicas.domain_ranks, self._transport, self._transport.world_size)
+        return found
+
+    def undelivered(self) -> list[Undelivered]:
+        """Return what waits at parameters, and residuals but those of experts, which belong to their owners."""
+        return list(kept_back_in({**self._state(), "experts": {}}, self._transport.world_size))
 
     def forget(self) -> None:
         """Call after weights were loaded: drops residuals, and lets the next forward ship the weights."""
-        self._undelivered.remove()
-        self._changes.keep()  # changes from before the load cannot be undone
+        self._changes.commit()  # changes from before the load cannot be undone
+        self.waiting.remove()
         if self._migration is not None:
             self._migration.mark_weights_changed()
         for feedback in self.feedbacks:
@@ -150,16 +159,54 @@ class CodecState:
             sync.memory.forget()
 
     @property
-    def feedbacks(self) -> list[Feedback]:
+    def _groups(self) -> dict[str, GroupSync]:
+        return {name: sync for name, sync in self._syncs.items() if sync.is_encoded}
+
+    @property
+    def feedbacks(self) -> list[ExpertCodecs]:
         return [replicas.feedback for replicas in self.replicas if replicas.feedback is not None]
 
     @property
     def replicas(self) -> list[Replicas]:
         return [] if self._migration is None else [layer.replicas for layer in self._migration.layers]
 
-    def _owned(self) -> list[codec_checkpoint.OwnedExperts]:
-        return [layer.owned(self._transport.rank, self._transport.world_size) for layer in self._planned]
+
+# -- files --------------------------------------------------------------------------------------------------------
 
 
-def _norm(tensors: Sequence[Tensor]) -> float:
-    return math.sqrt(sum(float(tensor.double().square().sum()) for tensor in tensors))
+def file_of(folder: Path, rank: int) -> Path:
+    return folder / f"hybridep_rank_{rank:05d}.pt"
+
+
+def _rank_of(path: Path) -> int:
+    return int(path.stem.rpartition("_")[2])
+
+
+def missing_ranks(files: Sequence[Path], step: int) -> list[int]:
+    """Return the ranks of the job that saved `files` at a step whose files are not there."""
+    sizes = (saved["world_size"] for saved in map(read, files) if saved["step"] == step)
+    return sorted(set(range(next(sizes, 0))) - set(map(_rank_of, files)))
+
+
+def write(folder: Path, rank: int, world_size: int, saved: Mapping[str, Any] | None) -> None:
+    """Write this rank's file, or remove it if there is nothing to save.
+
+    Rank 0 also removes files that an earlier checkpoint of more ranks left in the same folder.
+    """
+    path = file_of(folder, rank)
+    if saved is not None:
+        folder.mkdir(parents=True, exist_ok=True)
+        unfinished = path.with_suffix(".partial")
+        torch.save(saved, unfinished)
+        os.replace(unfinished, path)
+    else:
+        path.unlink(missing_ok=True)
+    if rank == 0:
+        for other in set(folder.glob(PATTERN)) - {file_of(folder, one) for one in range(world_size)}:
+            other.unlink(missing_ok=True)
+
+
+def read(path: Path) -> dict[str, Any]:
+    """Return what `write` has written.  Tensors are memory-mapped: the disk delivers only those in use."""
+    saved: dict[str, Any] = torch.load(path, weights_only=True, map_location="cpu", mmap=True)
+    return saved

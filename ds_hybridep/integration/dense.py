@@ -2,33 +2,39 @@
 """Lets DeepSpeed's own sums of gradients and gathers of parameters travel level by level.
 
 This covers dense parameters, which all ranks hold, and experts that several groups hold.  DeepSpeed's code stays, with
-its scaling, data types and buckets.  Only the process groups that it passes to torch change, on one engine and its
-optimizer.
+its scaling, data types and buckets.  Only the few functions in which it calls torch's collectives are replaced, on one
+engine and its optimizer.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+import itertools
+import weakref
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
+from deepspeed.moe.utils import is_moe_param
 from deepspeed.utils import groups, log_dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from ds_hybridep.config import HybridEPConfig
 from ds_hybridep.errors import PlanError
 from ds_hybridep.experts.layer_spec import LayerSpec
-from ds_hybridep.integration.agreements import Agreements
-from ds_hybridep.integration.patches import ENGINE, ZERO_OPTIMIZER, Patches
+from ds_hybridep.integration.norms import GradientNorms
+from ds_hybridep.integration.patches import BF16_MODULE, ENGINE, ZERO_MODULE, ZERO_OPTIMIZER, Patches
 from ds_hybridep.plan.partition import Partition
 from ds_hybridep.sync.dense import GroupSync
 from ds_hybridep.sync.flat import Span, cut, whole
 from ds_hybridep.transport.job import group_ranks
-from ds_hybridep.transport.stand_in import StandInGroup
 
 DENSE = "dense parameters"
 EXPERTS = "experts of "
+
+# By kind of optimizer, the attributes that hold flat parameters, their partitions, and the parameters in their order.
+FLATS = (
+    ("bit16_groups_flat", "parallel_partitioned_bit16_groups", "round_robin_bit16_groups"),
+    ("bf16_groups_flat", "bf16_partitioned_groups", "bf16_groups"),  # of BF16_Optimizer
+)
 
 
 def why_unsupported(engine: Any) -> str:
@@ -63,7 +69,7 @@ def groups_of(engine: Any, specs: Sequence[LayerSpec], config: HybridEPConfig) -
         return {}
     found = {DENSE: group_ranks(engine.seq_data_parallel_group)}
     for group in dict.fromkeys(spec.group for spec in specs):
-        ranks = group_ranks(_expert_data_parallel_group(group))
+        ranks = group_ranks(_process_group(engine, f"{EXPERTS}{group}"))
         try:
             Partition.build(config.cluster(), ranks, (1,) * len(config.levels))
             found[f"{EXPERTS}{group}"] = ranks
@@ -72,13 +78,23 @@ def groups_of(engine: Any, specs: Sequence[LayerSpec], config: HybridEPConfig) -
     return {name: ranks for name, ranks in found.items() if len(ranks) > 1}
 
 
-def _expert_data_parallel_group(group: str) -> Any:
+def _process_group(engine: Any, name: str) -> Any:
+    """Return DeepSpeed's group of this name, as in `groups_of`."""
     find: Any = groups._get_expert_data_parallel_group
-    return find(group)
+    return engine.seq_data_parallel_group if name == DENSE else find(name.removeprefix(EXPERTS))
 
 
 class DenseSync:
     """Carries DeepSpeed's sums and gathers for one engine that `why_unsupported` accepts.
+
+    DeepSpeed calls in at these places, with the process group that it would use itself:
+
+        sum for all ranks     engine.allreduce_bucket         whole gradients: ZeRO 0, and BF16_Optimizer
+        sum for the owners    optimizer.allreduce_bucket      slices of gradients: ZeRO 1 and 2
+        norms and overflow    see `GradientNorms`
+        gather of parameters  all_gather_dp_groups            a function that all optimizers call
+
+    A *label* on a tensor that it sums says which parts of which parameters the tensor consists of.
 
     Args:
         syncs: by name, as in `groups_of`.
@@ -90,167 +106,160 @@ class DenseSync:
     ) -> None:
         self._engine, self._patches, self._is_boundary = engine, patches, is_boundary
         self._names = {id(parameter): name for name, parameter in engine.module.named_parameters()}
-        self._stand_ins: dict[Any, Any] = {}  # by the group that each stands in for
-        self._syncs: dict[Any, GroupSync] = {}  # by stand-in
-        self._optimizer: Any = None
-        self._bucket: tuple[Tensor, list[Span]] | None = None  # buffer of `average_tensor`, and its spans
-        self._call = _Call()
-        self._before: dict[int, Tensor] = {}  # own partitions before this step, by address of the flat buffer
+        self._syncs = {_process_group(engine, name): sync for name, sync in syncs.items()}
+        self._dense = syncs[DENSE]
+        self._optimizer: Any = None  # one that partitions its state
+        self._flats = FLATS[0]
+        self._spans: list[list[Span]] = []  # of flat parameters, by parameter group
+        self._before: dict[int, Tensor] = {}  # own partitions before this step, by parameter group
         self._is_stepping = False
-        self._gathers: list[tuple[GroupSync, Callable[[], None]]] = []  # started in a step; the function waits for it
-        self._agreements = Agreements()
-        self._is_in_norm = False
-        for name, sync in syncs.items():
-            is_dense = name == DENSE
-            original = (
-                engine.seq_data_parallel_group if is_dense else _expert_data_parallel_group(name.removeprefix(EXPERTS))
-            )
-            group = StandInGroup(
-                original,
-                partial(self._all_reduce, sync),
-                partial(self._all_gather, sync),
-                partial(self._agree, sync),
-            )
-            self._stand_ins[original], self._syncs[group] = group, sync
-            patches.keep("torch.distributed.distributed_c10d:_World", "pg_map, pg_group_ranks", group.unregister)
-            sync.memory.is_mean = not engine.postscale_gradients()
-            sync.memory.sums_for = f"all ranks, {engine.communication_data_type}"
-        patches.wrap(ENGINE, "allreduce_bucket", engine, patches.while_on(self._allreduce_bucket))
+        self._gathers: list[tuple[GroupSync, Callable[[], None]]] = []  # of a step; the function waits for the end
+        self._norms: GradientNorms | None = None
+        self._sums_are("all ranks", is_mean=not engine.postscale_gradients())
+        for name, replacement in (
+            ("_get_gradients_for_reduction", self._label_gradients),
+            ("allreduce_bucket", self._sum_for_all),
+        ):
+            patches.wrap(ENGINE, name, engine, replacement)
 
     def watch(self, optimizer: Any) -> None:
-        """Take over the process groups of an optimizer that partitions its state (ZeRO 1 and 2); ignore others."""
-        real_groups = getattr(optimizer, "real_dp_process_group", None)
-        if real_groups is None or optimizer is self._optimizer:
+        """Take over the sums and gathers of an optimizer that partitions its state (ZeRO 1 and 2); ignore others."""
+        if optimizer is self._optimizer or not hasattr(optimizer, "real_dp_process_group"):
             return
         self._optimizer = optimizer
-
-        def swap(group: Any) -> Any:
-            return self._stand_ins.get(group, group)
-
-        self._patches.put(ZERO_OPTIMIZER, "dp_process_group", optimizer, swap(optimizer.dp_process_group))
-        self._patches.put(ZERO_OPTIMIZER, "real_dp_process_group", optimizer, list(map(swap, real_groups)))
-        if (of_experts := getattr(optimizer, "expert_dp_process_group", None)) is not None:
-            swapped = {name: swap(group) for name, group in of_experts.items()}
-            self._patches.put(ZERO_OPTIMIZER, "expert_dp_process_group", optimizer, swapped)
-        if hasattr(optimizer, "average_tensor"):  # it divides before it sums, whatever the engine does
-            for sync in self._syncs.values():
-                sync.memory.is_mean = True
-                sync.memory.sums_for = f"owners, {self._engine.communication_data_type}"
+        self._flats = next(names for names in FLATS if hasattr(optimizer, names[0]))
+        flats, members = (getattr(optimizer, name) for name in self._flats[::2])
+        self._spans = [
+            _padded([self._span(parameter) for parameter in group], flat.numel())
+            for flat, group in zip(flats, members, strict=True)
+        ]
+        _watching.add(self)
+        for module in (ZERO_MODULE, BF16_MODULE):
+            self._patches.share(module, "all_gather_dp_groups", _gather_by_level)
+        if hasattr(optimizer, "fp32_groups_gradients_flat"):  # BF16_Optimizer: the engine sums these
+            for flat, spans in zip(optimizer.fp32_groups_gradients_flat, self._spans, strict=True):
+                flat.hybridep = _Label(spans)
+            return
+        self._sums_are("owners", is_mean=True)  # it divides before it sums, whatever the engine does
         for name, replacement in (
-            ("average_tensor", self._average_tensor),
             ("independent_gradient_partition_epilogue", self._end_of_backward),
-            ("allreduce_and_copy_with_multiple_ranks", self._sum_for_owners_only),
-            ("has_overflow", self._has_overflow),
-            ("scaled_global_norm", self._global_norm),
+            ("allreduce_and_scatter", self._label_slices),
+            ("allreduce_bucket", self._sum_for_owners),
         ):
-            if hasattr(optimizer, name):
-                self._patches.wrap(ZERO_OPTIMIZER, name, optimizer, self._patches.while_on(replacement))
+            self._patches.wrap(ZERO_OPTIMIZER, name, optimizer, replacement)
+        self._norms = GradientNorms(optimizer, self._dense, self._patches)
 
-    def shared_parameters(self, name: str) -> list[Tensor]:
-        """Return the flat parameters that the optimizer gathers over the group of this name."""
-        flats = [(flat, self._syncs.get(group)) for flat, _, group in self._partitioned()]
-        return [flat for flat, sync in flats if sync is not None and sync.name == name]
+    def _sums_are(self, sums_for: str, *, is_mean: bool) -> None:
+        for sync in self._syncs.values():
+            sync.memory.is_mean = is_mean
+            sync.memory.sums_for = f"{sums_for}, {self._engine.communication_data_type}"
 
     # -- around the optimizer step ----------------------------------------------------------------------------------
 
     def before_step(self) -> None:
-        """Call before the optimizer step."""
+        """Call before the optimizer step.  From here on the averaged gradients of the step are final:
+
+        ZeRO 0            `.grad` of every parameter
+        BF16_Optimizer    `fp32_groups_gradients_flat`, whole on every rank
+        ZeRO 1 and 2      `averaged_gradients`, those of this rank's partitions
+        """
         self._is_stepping, self._gathers = True, []
 
     def commit(self) -> None:
         """Copy this rank's partitions, which all ranks hold, right before the optimizer changes them."""
-        for flat, partitions, group in self._partitioned():
-            if group in self._syncs and self._syncs[group].encodes_parameters:
-                self._before[flat.data_ptr()] = partitions[group.rank()].detach().reshape(-1).clone()
+        for at, (_, own, sync) in enumerate(self._flat_groups()):
+            if sync is not None and sync.encodes_parameters:
+                self._before[at] = own.detach().reshape(-1).clone()
 
     def after_step(self) -> None:
         """Drop the copies of `commit`.  Outside a step nobody knows what other ranks hold: gathers are exact."""
         self._is_stepping = False
         self._before.clear()
-        self._agreements.forget()
+        if self._norms is not None:
+            self._norms.forget()
 
     def finish_gathers(self, *, of_experts_only: bool) -> None:
         """Wait for the gathers that the step started, or only for those of experts: dense ones may go on."""
+        left = [(sync, finish) for sync, finish in self._gathers if of_experts_only and sync is self._dense]
         for sync, finish in self._gathers:
-            if sync.name != DENSE or not of_experts_only:
+            if not (of_experts_only and sync is self._dense):
                 finish()
-        self._gathers = [(sync, finish) for sync, finish in self._gathers if of_experts_only and sync.name == DENSE]
+        self._gathers = left
 
-    def _partitioned(self) -> Iterator[tuple[Tensor, Sequence[Tensor], Any]]:
-        """Yield flat parameters, their partitions by rank, and the group that shares them."""
-        for flats, partitions in (
-            ("bit16_groups_flat", "parallel_partitioned_bit16_groups"),
-            ("bf16_groups_flat", "bf16_partitioned_groups"),  # of BF16_Optimizer
-        ):
-            if hasattr(self._optimizer, flats):
-                optimizer = self._optimizer
-                yield from zip(
-                    getattr(optimizer, flats), getattr(optimizer, partitions), optimizer.real_dp_process_group,
-                    strict=True,
-                )  # fmt: skip
+    # -- sums of gradients --------------------------------------------------------------------------------------------
 
-    # -- gradients --------------------------------------------------------------------------------------------------
+    def _label_gradients(self, original: Callable[..., Any]) -> Any:
+        """ZeRO 0: gradients come in the order of parameters, those of experts by their groups."""
+        dense, experts = original()
+        gradients = {DENSE: iter(dense), **{name: iter(found) for name, found in experts.items()}}
+        for parameter in self._engine.module.parameters():
+            if parameter.requires_grad and parameter.numel():
+                gradient = next(gradients[parameter.group_name if is_moe_param(parameter) else DENSE])
+                gradient.hybridep = _Label((self._span(parameter),))
+        return dense, experts
 
-    def _allreduce_bucket(self, original: Callable[..., Any], bucket: Any, dp_group: Any, *args: Any) -> Any:
-        stand_in = self._stand_ins.get(dp_group)
-        if stand_in is None:
-            return original(bucket, dp_group, *args)
-        with self._calling(spans=self._spans_of(bucket)):
-            return original(bucket, stand_in, *args)
-
-    def _average_tensor(self, original: Callable[..., Any], tensor: Tensor, dtype: Any) -> Any:
-        """Note the parameters whose gradients `tensor` holds, in order."""
-        params = self._optimizer.ipg_buckets[dtype].params
-        self._bucket = tensor, [self._span(self._optimizer.bit16_groups[i][at]) for i, at, _ in params]
-        try:
-            return original(tensor, dtype)
-        finally:
-            self._bucket = None
-
-    def _sum_for_owners_only(
-        self, original: Callable[..., Any], bucket: Sequence[Tensor], *args: Any, **kwargs: Any
+    def _sum_for_all(
+        self, original: Callable[..., Any], bucket: Sequence[Tensor], dp_group: Any, dp_world_size: Any = None
     ) -> Any:
-        """Sum each slice only for the rank that reads it, where ZeRO would sum whole buckets for all ranks."""
-        if not isinstance(kwargs.get("process_group"), StandInGroup):
-            return original(bucket, *args, **kwargs)
-        with self._calling(**self._slices_of(bucket, kwargs.get("bucket_ranks"))):
-            return original(bucket, *args, **kwargs)
+        """Average whole gradients as DeepSpeed scales them; returns the mean of the flattened bucket."""
+        sync, engine = self._syncs.get(dp_group), self._engine
+        if sync is None:
+            return original(bucket, dp_group, dp_world_size)
+        num_ranks = len(sync.ranks) if dp_world_size is None else dp_world_size
+        before, after = 1.0, 1.0
+        if engine.gradient_average and engine.postscale_gradients():
+            before, after = 1.0 / engine.gradient_predivide_factor(), engine.gradient_predivide_factor() / num_ranks
+        elif engine.gradient_average:
+            before = 1.0 / num_ranks
+        flat: Tensor = engine.flatten(bucket)
+        total = flat.to(engine.communication_data_type)
+        if before != 1.0:
+            total.mul_(before)
+        labels = [getattr(tensor, "hybridep", None) for tensor in bucket]
+        sync.all_reduce(total, [span for label in labels if label for span in label.spans] if all(labels) else ())
+        if after != 1.0:
+            total.mul_(after)
+        return flat.copy_(total) if total is not flat else flat
 
-    def _slices_of(self, bucket: Sequence[Tensor], ranks: Sequence[Any] | None) -> dict[str, Any]:
-        """Return the arguments of `_calling`: slices, or if several ranks read one, spans."""
-        owners = [rank if isinstance(rank, frozenset) else frozenset((rank,)) for rank in ranks or ()]
-        if self._bucket is None or len(owners) != len(bucket):
-            return {}
-        whole_bucket, spans = self._bucket
-        bounds = {0, whole_bucket.numel()}
-        firsts = [(tensor.data_ptr() - whole_bucket.data_ptr()) // tensor.element_size() for tensor in bucket]
-        for first, tensor in zip(firsts, bucket, strict=True):
-            bounds |= {first, first + tensor.numel()}
-        ends = sorted(bounds)
-        inside = dict(zip(ends, cut(spans, ends[1:]), strict=False))  # by first element
-        if any(len(some) != 1 for some in owners):
-            return {"spans": [span for first in firsts for span in inside[first]]}
-        pairs = zip(firsts, owners, strict=True)
-        return {"slices": [(owner, span) for first, (owner,) in pairs for span in inside[first]]}
+    def _label_slices(
+        self, original: Callable[..., Any], bucket: Sequence[Any], communication_data_type: Any, **kwargs: Any
+    ) -> None:
+        """ZeRO 1 and 2: a bucket has (ranks that need it, slice, ...) in the order of the parameters of its group."""
+        if kwargs["process_group"] in self._syncs:
+            optimizer, group = self._optimizer, kwargs["process_group"]
+            places = optimizer.ipg_buckets[communication_data_type].params
+            parameters = [optimizer.bit16_groups[group_idx][at] for group_idx, at, _ in places]
+            of_experts = optimizer.expert_dp_process_group if any(map(is_moe_param, parameters)) else {}
+            spans = [
+                self._span(one)
+                for one in parameters
+                if (of_experts[one.group_name] if is_moe_param(one) else optimizer.dp_process_group) is group
+            ]
+            ends = list(itertools.accumulate(tensor.numel() for _, tensor, *_ in bucket))
+            for (ranks, tensor, *_), inside in zip(bucket, cut(spans, ends), strict=True):
+                tensor.hybridep = _Label(inside, ranks if isinstance(ranks, frozenset) else frozenset((ranks,)))
+        original(bucket, communication_data_type, **kwargs)
 
-    def _all_reduce(self, sync: GroupSync, tensor: Tensor) -> None:
-        if self._call.slices is None:
-            sync.all_reduce(tensor, self._call.spans)
-        else:
+    def _sum_for_owners(
+        self, original: Callable[..., Any], bucket: Sequence[Tensor], communication_data_type: Any, **kwargs: Any
+    ) -> Any:
+        """Sum each slice for the rank that reads it alone, where ZeRO would sum whole buckets for all ranks."""
+        sync = self._syncs.get(kwargs.get("process_group"))
+        labels = [label for tensor in bucket if (label := getattr(tensor, "hybridep", None)) is not None]
+        if sync is None or len(labels) != len(bucket):
+            return original(bucket, communication_data_type, **kwargs)
+        total: Tensor = self._optimizer.flatten(bucket).to(communication_data_type)
+        if all(len(label.readers) == 1 for label in labels):
+            slices = [(owner, span) for label in labels for owner in label.readers for span in label.spans]
             # ZeRO 2 adds up what the sums of each micro-step leave in the owner's slices; ZeRO 1 sums once.
-            sync.reduce_to_owners(tensor, self._call.slices, is_last=self._is_boundary())
-
-    def _all_gather(self, sync: GroupSync, output: Tensor, own: Tensor) -> None:
-        before = self._before.pop(output.data_ptr(), None)
-        spans = _layout_of(output, self._engine.module, self._span) if before is not None else ()
-        finish = sync.start_all_gather(output, own, before, spans)
-        if self._is_stepping:
-            self._gathers.append((sync, finish))
-        else:
-            finish()
+            is_last = not self._optimizer.partition_gradients or self._is_boundary()
+            sync.reduce_to_owners(total, slices, is_last=is_last)
+        else:  # Muon: several ranks read a matrix
+            sync.all_reduce(total, [span for label in labels for span in label.spans])
+        return total
 
     def _end_of_backward(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Runs under ZeRO 2, before DeepSpeed sums the last buckets of a backward.
+        """ZeRO 2: runs before the last buckets of a backward are summed.
 
         A parameter may get gradients in an earlier micro-step and none in the last one.  Its sums still wait to cross
         the slow levels, so it takes part with a gradient of zero.
@@ -268,90 +277,80 @@ class DenseSync:
                         optimizer.process_gradients(parameter, group_idx)
         return original(*args, **kwargs)
 
-    # -- norms and overflow -----------------------------------------------------------------------------------------
+    # -- gathers of parameters ----------------------------------------------------------------------------------------
 
-    def _agree(self, sync: GroupSync, tensor: Tensor, is_max: bool) -> None:
-        if sync.name != DENSE and self._is_in_norm:
-            tensor.mul_(len(sync.ranks))  # DeepSpeed takes a mean over copies; the sum before made all equal
+    def gathers(self, groups_flat: Any) -> bool:
+        """Return True if these flat parameters are those of this engine's optimizer."""
+        return self._patches.is_on and groups_flat is getattr(self._optimizer, self._flats[0], None)
+
+    def gather(self, at: int) -> bool:
+        """Bring the updated partitions of a parameter group to all ranks; False if DeepSpeed is to do it.
+
+        In a step this starts the gather; `finish_gathers` waits for it.
+        """
+        flat, own, sync = self._flat_groups()[at]
+        if sync is None:
+            return False
+        finish = sync.start_all_gather(flat, own, self._before.pop(at, None), self._spans[at])
+        if self._is_stepping:
+            self._gathers.append((sync, finish))
         else:
-            self._agreements.ask(sync, tensor, is_max)
+            finish()
+        return True
 
-    def _has_overflow(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Get the flag and the norm together: DeepSpeed asks for the norm next."""
-        if not self._optimizer.cpu_offload:
-            asks_norm = getattr(self._optimizer, "compute_grad_norm", True)
-            others = (self._optimizer.scaled_global_norm,) if asks_norm else ()
-            self._agreements.prepare(partial(original, *args, **kwargs), *others)
-        return original(*args, **kwargs)
+    def shared_parameters(self, name: str) -> list[Tensor]:
+        """Return the flat parameters that the optimizer gathers over the group of this name."""
+        return [flat for flat, _, sync in self._flat_groups() if sync is not None and sync.name == name]
 
-    def _global_norm(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if not self._optimizer.cpu_offload and not self._agreements.is_under_way:
-            self._agreements.prepare(partial(self._global_norm, original, *args, **kwargs))
-        self._is_in_norm = True
-        try:
-            return original(*args, **kwargs)
-        finally:
-            self._is_in_norm = False
+    def _flat_groups(self) -> list[tuple[Tensor, Tensor, GroupSync | None]]:
+        """Return by parameter group: flat parameters, this rank's partition, who gathers them (None: DeepSpeed)."""
+        if self._optimizer is None:
+            return []
+        columns = [getattr(self._optimizer, name) for name in (*self._flats[:2], "real_dp_process_group")]
+        return [
+            (flat, partitions[group.rank()], self._syncs.get(group))
+            for flat, partitions, group in zip(*columns, strict=True)
+        ]
 
-    # -- what flat buffers consist of -------------------------------------------------------------------------------
-
-    @contextmanager
-    def _calling(self, *, spans: Sequence[Span] = (), slices: list[tuple[int, Span]] | None = None) -> Iterator[None]:
-        earlier, self._call = self._call, _Call(spans, slices)
-        try:
-            yield
-        finally:
-            self._call = earlier
+    # -- names --------------------------------------------------------------------------------------------------------
 
     def _span(self, parameter: Any) -> Span:
         return whole(self._names.get(id(parameter), ""), parameter.shape)
 
-    def _spans_of(self, bucket: Sequence[Tensor]) -> tuple[Span, ...]:
-        """Return the spans of gradients, or of the flat buffers in which BF16_Optimizer adds them up."""
-        known = {
-            parameter.grad.data_ptr(): [self._span(parameter)]
-            for parameter in self._engine.module.parameters()
-            if parameter.grad is not None
-        }
-        optimizer = self._engine.optimizer
-        flats = getattr(optimizer, "fp32_groups_gradients_flat", ())
-        for flat, members in zip(flats, getattr(optimizer, "bf16_groups", ()), strict=False):
-            spans = [self._span(parameter) for parameter in members]
-            known[flat.data_ptr()] = _padded(spans, flat.numel())
-        found: list[Span] = []
-        for tensor in bucket:
-            spans = known.get(tensor.data_ptr(), [])
-            is_whole = sum(span.num_elements for span in spans) == tensor.numel()
-            found += spans if is_whole else [whole("", (tensor.numel(),))]
-        return tuple(found)
+
+_watching: weakref.WeakSet[DenseSync] = weakref.WeakSet()
+
+
+def _gather_by_level(original: Callable[..., Any]) -> Callable[..., None]:
+    """Return what replaces DeepSpeed's `all_gather_dp_groups` for all optimizers of the process."""
+
+    def all_gather_dp_groups(
+        groups_flat: Any, partitioned_param_groups: Any, dp_process_group: Any, *args: Any, **kwargs: Any
+    ) -> None:
+        columns = groups_flat, partitioned_param_groups, dp_process_group
+        ours = next((one for one in _watching if one.gathers(groups_flat)), None)
+        if ours is None:
+            original(*columns, *args, **kwargs)
+            return
+        for at, row in enumerate(zip(*columns, strict=True)):
+            if not ours.gather(at):
+                original(*([one] for one in row), *args, **kwargs)
+
+    return all_gather_dp_groups
 
 
 @dataclass(frozen=True)
-class _Call:
-    """What DeepSpeed is about to sum."""
+class _Label:
+    """What a tensor that DeepSpeed sums consists of.
 
-    spans: Sequence[Span] = ()
-    slices: list[tuple[int, Span]] | None = None
+    readers: ranks of the group that need the sum; empty if all do.
+    """
 
-
-def _layout_of(flat: Tensor, module: nn.Module, span_of: Callable[[Any], Span]) -> tuple[Span, ...]:
-    """Return the spans of a flat buffer whose views are parameters."""
-    members = [parameter for parameter in module.parameters() if _is_view(parameter, flat)]
-    members.sort(key=lambda parameter: int(parameter.data_ptr()))
-    spans: list[Span] = []
-    position = 0
-    for parameter in members:
-        start = (parameter.data_ptr() - flat.data_ptr()) // flat.element_size()
-        spans = [*_padded(spans, start, position), span_of(parameter)]
-        position = start + parameter.numel()
-    return tuple(_padded(spans, flat.numel(), position))
+    spans: Sequence[Span]
+    readers: frozenset[int] = frozenset()
 
 
-def _is_view(parameter: Tensor, flat: Tensor) -> bool:
-    return 0 <= parameter.data_ptr() - flat.data_ptr() < flat.nbytes and parameter.numel() > 0
-
-
-def _padded(spans: list[Span], num_elements: int, position: int | None = None) -> list[Span]:
+def _padded(spans: list[Span], num_elements: int) -> list[Span]:
     """Add a span of padding, so that all spans together have `num_elements` elements."""
-    held = sum(span.num_elements for span in spans) if position is None else position
+    held = sum(span.num_elements for span in spans)
     return spans if held == num_elements else [*spans, whole(f"padding {held}", (num_elements - held,))]

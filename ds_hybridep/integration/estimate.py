@@ -4,7 +4,6 @@
 import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,64 +18,12 @@ from ds_hybridep.experts.replicas import Replicas
 from ds_hybridep.integration.autoep import is_autoep_layer
 from ds_hybridep.integration.build import encoding_of
 from ds_hybridep.plan.cluster import divisors
-from ds_hybridep.plan.depth import leaving_depth, return_depth
+from ds_hybridep.plan.depth import return_depth
+from ds_hybridep.plan.memory import LayerNeeds, MemoryNeeds, needs_of
 from ds_hybridep.plan.partition import Partition
 from ds_hybridep.sync.feedback import Encoding
 from ds_hybridep.sync.gradients import StepChanges
 from ds_hybridep.sync.stages import gather_stages
-
-
-@dataclass(frozen=True, kw_only=True)
-class MemoryNeeds:
-    """Bytes on one rank beside what DeepSpeed holds, without packets and other short-lived buffers.
-
-    replicas: weights of the domain's other experts, in the type they are trained in.
-    codecs: mirrors, fp32 values of 16-bit replicas, residuals, and encoders' state.
-    staging: copies of owned weights that travel unencoded, from a step to the next forward.
-    gradient_sums: the most that sums of replicas' gradients take in a step, fp32.
-    returns: the most that returning gradients take beside these sums, and residuals until the step is applied.
-    step: what patches sent last, during the optimizer step.
-    host: what codecs keep in host memory, with "state": "host".
-    host_returns: residuals in host memory, from the return of gradients until the step is applied.
-    """
-
-    replicas: int = 0
-    codecs: int = 0
-    staging: int = 0
-    gradient_sums: int = 0
-    returns: int = 0
-    step: int = 0
-    host: int = 0
-    host_returns: int = 0
-
-    @property
-    def after_step(self) -> int:
-        """Bytes on the device while new weights travel."""
-        return self.replicas + self.codecs + self.staging
-
-    @property
-    def total(self) -> int:
-        """The most bytes on the device in a step."""
-        return self.replicas + self.codecs + max(self.staging, self.gradient_sums + self.returns, self.step)
-
-
-@dataclass(frozen=True, kw_only=True)
-class _LayerNeeds:
-    """Bytes of one layer.  The fields that last between steps come first.
-
-    sent: what patches sent last, during the optimizer step.
-    own_sums: sums of the owned experts' gradients while they return; residuals: of a step, until it is applied.
-    """
-
-    replicas: int = 0
-    codecs: int = 0
-    host: int = 0
-    staging: int = 0
-    sent: int = 0
-    sums: int = 0
-    own_sums: int = 0
-    residuals: int = 0
-
 
 DomainSizes = tuple[int, ...]
 Layer = tuple[nn.Module, int, int]  # an expert without memory, experts per rank, ranks in the group
@@ -174,13 +121,13 @@ def _shell(parameters: Iterable[tuple[Sequence[int], torch.dtype, bool]]) -> nn.
 
 def _memory_of_layer(
     experts: Sequence[nn.Module], partition: Partition, encoding: Encoding, *, keeps_own: bool
-) -> _LayerNeeds:
+) -> LayerNeeds:
     """Return what each rank of the group needs for one layer, by building its replicas without memory.
 
     keeps_own: copies of the owned experts stay as long as copies of other experts.
     """
     if partition.domain_size == 1:
-        return _LayerNeeds()
+        return LayerNeeds()
     rank = partition.group_ranks[0]
     held = Replicas("", experts, partition, gather_stages(partition, rank), rank, encoding, StepChanges())
     held.make_senders()
@@ -192,7 +139,7 @@ def _memory_of_layer(
     own_bytes = sum(weights.nbytes for weights in held.values(held.replica_slots[0], trainable_only=True))
     sent = held.feedback.gradients.sent.values() if held.feedback is not None else ()
     slot_sums = sum(part.fp32_bytes for part in held.parts)
-    return _LayerNeeds(
+    return LayerNeeds(
         replicas=replicas + (staging if keeps_own else 0),
         codecs=codecs,
         host=held.num_host_bytes,
@@ -201,33 +148,6 @@ def _memory_of_layer(
         sums=slot_sums * len(held.replica_slots),
         own_sums=slot_sums,
         residuals=sum(piece.residual.nbytes for piece in sent),
-    )
-
-
-def _most_at_once(
-    layers: Sequence[_LayerNeeds], depth: int, leaving: int, *, is_on_host: bool, accumulates: bool
-) -> MemoryNeeds:
-    """Return what replicas of these layers need; gradients of `depth` + 1 neighbouring layers return at a time.
-
-    leaving: the result of `leaving_depth`.
-    accumulates: several micro-steps are added up, and the gradient sums of all layers wait for the last one.
-    """
-
-    def most(name: str, *, of_all: bool = False, beside: int = depth) -> int:
-        sizes = [getattr(layer, name) for layer in layers]
-        return max((sum(sizes) if of_all else sum(sizes[at : at + beside + 1]) for at in range(len(sizes))), default=0)
-
-    # Once a layer's gradients are sent, new residuals take the place of its larger sums.
-    in_flight = 0 if is_on_host else most("residuals", of_all=not accumulates)
-    return MemoryNeeds(
-        replicas=most("replicas", of_all=True),
-        codecs=most("codecs", of_all=True),
-        staging=most("staging", of_all=True),
-        gradient_sums=most("sums", of_all=accumulates, beside=leaving),
-        returns=most("own_sums") + in_flight,
-        step=most("sent", of_all=True),
-        host=most("host", of_all=True),
-        host_returns=most("residuals", of_all=True) if is_on_host else 0,
     )
 
 
@@ -252,10 +172,11 @@ def _print_needs(
             for expert, num_local, ep in layers
         ]
         depth = return_depth(len(by_layer), max(one.own_sums for one in by_layer), config.advanced.prefetch_depth)
-        needs[sizes] = _most_at_once(
+        needs[sizes] = needs_of(
             by_layer,
-            depth,
-            leaving_depth(sum(size > 1 for size in sizes), depth, config.advanced.prefetch_depth),
+            depth=depth,
+            prefetch_depth=config.advanced.prefetch_depth,
+            num_levels=sum(size > 1 for size in sizes),
             is_on_host=encoding.is_on_host,
             accumulates=accumulation > 1,
         )

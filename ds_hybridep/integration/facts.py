@@ -1,7 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Answers what the runtime and the planner ask about a model and its engine."""
+"""Answers what the runtime and the planner ask about a model and its engine.
 
+Everything here refers to the engine weakly: the model's parameters and graphs refer to it.
+"""
+
+import weakref
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from deepspeed.moe.sharded_moe import MOELayer
@@ -11,9 +16,28 @@ from ds_hybridep.adaptive.rates import expert_params
 from ds_hybridep.errors import UnsupportedError
 from ds_hybridep.experts.layer_spec import LayerSpec
 from ds_hybridep.experts.slots import lay_out
-from ds_hybridep.integration import autoep, classic
+from ds_hybridep.integration import autoep, classic, dense
+from ds_hybridep.integration.build import Facts
+from ds_hybridep.integration.runtime import is_boundary_of, loss_scale_of
 from ds_hybridep.plan.codec_costs import DEFAULT_LEARNING_RATE
 from ds_hybridep.plan.workload import MoEModel, Workload
+
+
+def facts_of(engine: Any, layers: Mapping[str, Any]) -> Facts:
+    """Return the facts of an engine with these MoE layers, of either kind."""
+    weak = weakref.proxy(engine)
+    specs = tuple(
+        autoep.spec_of(name, layer) if autoep.is_autoep_layer(layer) else classic.spec_of(name, layer)
+        for name, layer in layers.items()
+    )
+    return Facts(
+        specs,
+        is_boundary=partial(is_boundary_of, weak),
+        sync_groups=partial(dense.groups_of, weak, specs),
+        parameters=lambda: weak.module.named_parameters(),
+        master_of=_master_of,
+        loss_scale=partial(loss_scale_of, weak),
+    )
 
 
 def find_layers(model: nn.Module) -> dict[str, Any]:
@@ -32,23 +56,21 @@ def find_layers(model: nn.Module) -> dict[str, Any]:
     return layers
 
 
-def spec_of(name: str, layer: Any) -> LayerSpec:
-    """Describe a layer of either kind for the runtime."""
-    return autoep.spec_of(name, layer) if autoep.is_autoep_layer(layer) else classic.spec_of(name, layer)
-
-
 def workload_of(engine: Any, layers: Mapping[str, Any], specs: Sequence[LayerSpec]) -> Workload:
     """Return the job's workload before any step was counted."""
     experts = {id(p) for layer in layers.values() for p in layer.experts.parameters()}
     others = [p for p in engine.module.parameters() if id(p) not in experts]
     # An embedding table is only looked up.  If it is the head too, another module has it as well and it counts there.
-    tables = {id(m.weight) for m in engine.module.modules() if isinstance(m, nn.Embedding)}
-    multiplied = {
-        id(p) for m in engine.module.modules() if not isinstance(m, nn.Embedding) for p in m.parameters(recurse=False)
-    }
+    owners = [(m, p) for m in engine.module.modules() for p in m.parameters(recurse=False)]
+    multiplied = {id(p) for m, p in owners if not isinstance(m, nn.Embedding)}
+    looked_up = {id(p) for m, p in owners if isinstance(m, nn.Embedding)} - multiplied
     first = specs[0]
-    blocks = [block for one in first.experts[:1] for block in lay_out(one, is_grouped=first.is_grouped)]
-    trained = [tuple(piece.shape) for block in blocks if block.is_trainable for piece in block.slices]
+    trained = [
+        tuple(piece.shape)
+        for block in lay_out(first.experts[0], is_grouped=first.is_grouped)
+        if block.is_trainable
+        for piece in block.slices
+    ]
     model = MoEModel(
         name="this job",
         hidden=first.hidden,
@@ -57,9 +79,12 @@ def workload_of(engine: Any, layers: Mapping[str, Any], specs: Sequence[LayerSpe
         num_moe_layers=len(specs),
         expert_params=expert_params(first),
         dense_params=sum(p.numel() for p in others),
-        active_dense_params=sum(p.numel() for p in others if id(p) not in tables or id(p) in multiplied),
+        active_dense_params=sum(p.numel() for p in others if id(p) not in looked_up),
         stacks_experts=first.is_grouped,
     )
+    # The learning rate of ds_config comes first, since a schedule may begin at 0.
+    rates = [(engine.optimizer_params() or {}).get("lr")]
+    rates += [group.get("lr") for group in getattr(engine.optimizer, "param_groups", ())]
     # AutoEP drops no token and pads nothing.
     gate = getattr(next(iter(layers.values())), "gate", None)
     return Workload(
@@ -72,20 +97,11 @@ def workload_of(engine: Any, layers: Mapping[str, Any], specs: Sequence[LayerSpe
         trainable_dense_params=sum(p.numel() for p in others if p.requires_grad),
         trainable_expert_shapes=tuple(trained),
         trainable_dense_shapes=tuple(tuple(p.shape) for p in others if p.requires_grad),
-        learning_rate=_learning_rate_of(engine),
+        learning_rate=next((float(rate) for rate in rates if rate), DEFAULT_LEARNING_RATE),
     )
 
 
-def _learning_rate_of(engine: Any) -> float:
-    """Return the learning rate of ds_config, since a schedule may begin at 0; else the optimizer's."""
-    rates = [
-        (engine.optimizer_params() or {}).get("lr"),
-        *(group.get("lr") for group in getattr(engine.optimizer, "param_groups", ())),
-    ]
-    return next((float(rate) for rate in rates if rate), DEFAULT_LEARNING_RATE)
-
-
-def master_of(parameter: Any) -> Tensor | None:
+def _master_of(parameter: Any) -> Tensor | None:
     """Return the fp32 copy that DeepSpeed's optimizer updates; None if this rank has only a part of it, or none."""
     stage3 = getattr(parameter, "_z3_optimizer", None)
     if stage3 is not None and parameter.requires_grad:

@@ -5,10 +5,14 @@ Lines from level INFO on appear on standard error, unless the script has set ano
 script has handlers for this name or above it, they get the lines, and standard error does not.
 """
 
+import json
 import logging
+import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
+from pathlib import Path
+from typing import Any
 
 from deepspeed.utils.logging import get_dist_msg
 
@@ -21,6 +25,26 @@ def log_dist(message: str, ranks: Sequence[int], level: int = logging.INFO) -> N
     said = get_dist_msg(message, ranks)
     if said is not None:
         _logger.log(level, said)
+
+
+@cache  # once in a process
+def warn_once(message: str) -> None:
+    """Warn on rank 0."""
+    log_dist(f"hybridep: {message}", ranks=[0], level=logging.WARNING)
+
+
+def write_json(path: Path, record: Mapping[str, Any], default: Callable[[Any], Any] | None = None) -> None:
+    """Write or replace a file as a whole.  If that fails, log the error and let the training go on.
+
+    default: returns what stands for a value that JSON does not know.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        unfinished = path.with_suffix(path.suffix + ".partial")
+        unfinished.write_text(json.dumps(record, indent=1, default=default) + "\n", encoding="utf-8")
+        os.replace(unfinished, path)
+    except OSError as error:
+        log_dist(f"hybridep: {path} is not written: {error}", ranks=[-1], level=logging.WARNING)
 
 
 @cache  # once in a process

@@ -22,17 +22,24 @@ from importlib import import_module
 from typing import Any, Literal
 
 ENGINE = "deepspeed.runtime.engine:DeepSpeedEngine"
-ZERO_OPTIMIZER = "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer"
+ZERO_MODULE = "deepspeed.runtime.zero.stage_1_and_2"
+ZERO_OPTIMIZER = f"{ZERO_MODULE}:DeepSpeedZeroOptimizer"
+BF16_MODULE = "deepspeed.runtime.bf16_optimizer"
 MOE_LAYER = "deepspeed.moe.sharded_moe:MOELayer"
 AUTOEP_LAYER = "deepspeed.module_inject.auto_ep_layer:AutoEPMoELayer"
+CHECKPOINT = "deepspeed.checkpoint.deepspeed_checkpoint:DeepSpeedCheckpoint"
+UNIVERSAL = "deepspeed.checkpoint.autoep_universal"
 MODULE = "torch.nn:Module"
+OPTIMIZER = "torch.optim:Optimizer"
+SAVED_TENSORS = "torch.autograd.graph:saved_tensors_hooks"
+TORCH_CHECKPOINTING = "torch.utils.checkpoint:CheckpointFunction"
+DEEPSPEED_CHECKPOINTING = "deepspeed.runtime.activation_checkpointing.checkpointing:CheckpointFunction"
+WORLD = "torch.distributed.distributed_c10d:_World"
 TRAINER = "transformers.trainer:Trainer"
 TRANSFORMERS_OUTPUTS = "transformers.utils.output_capturing"
-UNIVERSAL = "deepspeed.checkpoint.autoep_universal"
-OPTIMIZER = "torch.optim:Optimizer"
-TORCH_CHECKPOINTING = "torch.utils.checkpoint"
-DEEPSPEED_CHECKPOINTING = "deepspeed.runtime.activation_checkpointing.checkpointing"
 
+Until = Literal["AutoEP", "detach", "last detach", "exit"]
+Replacement = Callable[..., Any]  # called with the original first, then with the call's own arguments
 _ABSENT = object()
 
 
@@ -43,81 +50,84 @@ class Patch:
     owner: str  # "module:Class", or a module, that has the attribute
     attribute: str
     why: str
-    until: Literal["AutoEP", "detach", "last detach", "exit"] = "detach"
+    until: Until = "detach"
     parameters: tuple[str, ...] = ()  # method parameters that the replacement relies on
     is_method: bool = True  # False for an attribute that only instances have
 
 
 TABLE = (
+    # The import hook makes these.
     Patch(ENGINE, "_configure_distributed_model", "an engine with the block attaches itself", "exit", ("model",)),
     Patch(ENGINE, "_configure_expert_parallel", "peft's wrappers go before AutoEP looks", "exit", ("model",)),
     Patch(
-        TRANSFORMERS_OUTPUTS, "_CAN_RECORD_REGISTRY",
-        "from transformers 5.23 on: AutoEP of DeepSpeed up to 0.19.8 takes it for a plain dict", "AutoEP",
-        is_method=False,
-    ),  # fmt: skip
+        ENGINE, "__init__", "undo a start that fails; refuse the block where it cannot work", "exit", ("config_class",)
+    ),
+    Patch(CHECKPOINT, "_lightweight_autoep_metadata", "ds_to_universal learns of adapters", "exit", ("model_state",)),
     Patch(
-        ENGINE, "__init__", "undo a start that fails; refuse the block where the two rows above do not fit", "exit",
-        ("config_class",),
-    ),  # fmt: skip
-    Patch(
-        "deepspeed.checkpoint.deepspeed_checkpoint:DeepSpeedCheckpoint", "_lightweight_autoep_metadata",
-        "ds_to_universal learns of adapters of experts", "exit", ("model_state",),
-    ),  # fmt: skip
-    Patch(
-        UNIVERSAL, "get_autoep_zero12_expert_param_info", "ds_to_universal takes adapters of experts along", "exit",
+        UNIVERSAL,
+        "get_autoep_zero12_expert_param_info",
+        "ds_to_universal takes adapters of experts along",
+        "exit",
         ("autoep_layers_metadata",),
     ),  # fmt: skip
+    # While AutoEP makes its layers, from transformers 5.23 on.
+    Patch(TRANSFORMERS_OUTPUTS, "_CAN_RECORD_REGISTRY", "AutoEP takes it for a plain dict", "AutoEP", is_method=False),
+    # The engine's optimizer step.
     Patch(ENGINE, "_configure_optimizer", "the optimizer's own rows are changed as soon as it is there"),
     Patch(ENGINE, "_take_model_step", "weights are shipped after each step, gradients must be back before it"),
-    Patch(ENGINE, "allreduce_bucket", "dense sums of ZeRO 0 go level by level", parameters=("bucket", "dp_group")),
+    Patch(OPTIMIZER, "step_pre_hook", "from then on a step is not skipped any more", is_method=False),
     Patch(ENGINE, "zero_grad", "sums of replicas are forgotten with the owners' gradients"),
+    Patch(ZERO_OPTIMIZER, "zero_grad", "sums of replicas are forgotten with the owners' gradients"),
+    Patch(MODULE, "zero_grad", "the model's own zero_grad forgets sums of replicas too", "last detach"),
+    Patch(MODULE, "forward_pre_hook", "notices gradients set to None; counts tokens for plans", is_method=False),
+    # The layers.
+    Patch(MODULE, "_hybridep", "what a MoE layer's forward below looks for", is_method=False),
+    Patch(MOE_LAYER, "forward", "routed experts run over expert domains", "last detach"),
+    Patch(AUTOEP_LAYER, "forward", "routed experts run over expert domains", "last detach", ("hidden_states",)),
+    Patch(SAVED_TENSORS, "__enter__", "see checkpoint_guard", "last detach"),
+    Patch(TORCH_CHECKPOINTING, "apply", "see checkpoint_guard", "last detach"),
+    Patch(DEEPSPEED_CHECKPOINTING, "apply", "see checkpoint_guard", "last detach"),
+    # Checkpoints and models that are written.
     Patch(ENGINE, "save_checkpoint", "the state of codecs, adapters and plan is saved too", parameters=("tag",)),
     Patch(
-        ENGINE, "load_checkpoint", "and loaded; then weights are shipped",
+        ENGINE,
+        "load_checkpoint",
+        "and loaded; then weights are shipped",
         parameters=("load_optimizer_states", "load_module_only"),
     ),  # fmt: skip
     Patch(ENGINE, "load_module_state_dict", "files hold only the adapters of one rank", parameters=("checkpoint",)),
+    Patch(MODULE, "load_state_dict_post_hook", "weights that were loaded are shipped", is_method=False),
     Patch(ENGINE, "save_16bit_model", "it would write the experts of rank 0 only", parameters=("save_dir",)),
     Patch(MODULE, "save_pretrained", "of transformers: it would write the experts of one rank", is_method=False),
-    Patch(
-        TRAINER, "save_model", "it would write the experts of rank 0 only", "last detach",
-        ("output_dir", "_internal_call"),
-    ),  # fmt: skip
+    Patch(TRAINER, "save_model", "as save_16bit_model above", "last detach", ("output_dir", "_internal_call")),
+    # The end, and what is refused.
     Patch(ENGINE, "destroy", "connections and threads end with the engine"),
     Patch(ENGINE, "__del__", "an engine that is dropped gives its layers back, and waits for nobody", "last detach"),
     Patch(ENGINE, "compile", "refused: hooks of autograd were never tested under it"),
     Patch(ENGINE, "coalesce_grad_reduction", "refused: gradients of replicas would come too late"),
-    Patch(ZERO_OPTIMIZER, "zero_grad", "sums of replicas are forgotten with the owners' gradients"),
-    Patch(ZERO_OPTIMIZER, "dp_process_group", "dense sums of ZeRO 1 and 2 go level by level", is_method=False),
-    Patch(ZERO_OPTIMIZER, "expert_dp_process_group", "sums of experts with several copies, too", is_method=False),
-    Patch(ZERO_OPTIMIZER, "real_dp_process_group", "gathers of ZeRO 1 and 2 go level by level", is_method=False),
+    # Dense parameters, and experts with several copies.
+    Patch(ENGINE, "_get_gradients_for_reduction", "says whose gradients ZeRO 0 is about to sum"),
+    Patch(ENGINE, "allreduce_bucket", "dense sums of ZeRO 0 go level by level", parameters=("bucket", "dp_group")),
+    Patch(ZERO_OPTIMIZER, "independent_gradient_partition_epilogue", "ZeRO 2's sums cross slow levels in the end"),
     Patch(
-        ZERO_OPTIMIZER, "independent_gradient_partition_epilogue",
-        "ZeRO 2's sums of earlier micro-steps cross slow levels in the last one",
+        ZERO_OPTIMIZER,
+        "allreduce_and_scatter",
+        "says whose gradients a bucket holds, and who needs them",
+        parameters=("bucket", "communication_data_type", "process_group"),
     ),
-    Patch(ZERO_OPTIMIZER, "average_tensor", "says whose gradients a bucket holds", parameters=("tensor",)),
     Patch(
-        ZERO_OPTIMIZER, "allreduce_and_copy_with_multiple_ranks", "a sum goes to its owner only",
-        parameters=("process_group", "bucket_ranks"),
-    ),  # fmt: skip
-    Patch(ZERO_OPTIMIZER, "has_overflow", "the flag and the norm travel together"),
-    Patch(ZERO_OPTIMIZER, "scaled_global_norm", "norms of all parameter groups travel together"),
-    Patch(OPTIMIZER, "step_pre_hook", "from then on a step is not skipped any more", is_method=False),
-    Patch(MODULE, "zero_grad", "the model's own zero_grad forgets sums of replicas too", "last detach"),
-    Patch(MODULE, "forward_pre_hook", "notices gradients set to None; counts tokens for plans", is_method=False),
-    Patch(MODULE, "load_state_dict_post_hook", "weights that were loaded are shipped", is_method=False),
-    Patch(MODULE, "_hybridep", "what a MoE layer's forward below looks for", is_method=False),
-    Patch(MOE_LAYER, "forward", "routed experts run over expert domains", "last detach"),
-    Patch(AUTOEP_LAYER, "forward", "routed experts run over expert domains", "last detach", ("hidden_states",)),
-    Patch("torch.autograd.graph:saved_tensors_hooks", "__enter__", "see checkpoint_guard", "last detach"),
-    Patch(f"{TORCH_CHECKPOINTING}:CheckpointFunction", "apply", "see checkpoint_guard", "last detach"),
-    Patch(f"{DEEPSPEED_CHECKPOINTING}:CheckpointFunction", "apply", "see checkpoint_guard", "last detach"),
-    Patch(
-        "torch.distributed.distributed_c10d:_World", "pg_map, pg_group_ranks",
-        "torch looks up backend and ranks of the group that stands in for the data-parallel one", is_method=False,
-    ),  # fmt: skip
-)  # fmt: skip
+        ZERO_OPTIMIZER,
+        "allreduce_bucket",
+        "a sum goes level by level, to its owner only",
+        parameters=("bucket", "communication_data_type", "process_group"),
+    ),
+    Patch(ZERO_OPTIMIZER, "has_overflow", "the flag and the norms of all parameter groups travel together"),
+    Patch(ZERO_OPTIMIZER, "scaled_global_norm", "the same, where nobody has asked for the flag"),
+    Patch(ZERO_OPTIMIZER, "get_grad_norm_direct", "norms have come with the flag", parameters=("gradients",)),
+    Patch(ZERO_OPTIMIZER, "_average_expert_grad_norms", "norms of experts are equal on all ranks"),
+    Patch(ZERO_MODULE, "all_gather_dp_groups", "gathers of ZeRO 1 and 2 go level by level", "last detach"),
+    Patch(BF16_MODULE, "all_gather_dp_groups", "gathers of BF16_Optimizer go level by level", "last detach"),
+)
 _ROWS = {(row.owner, row.attribute) for row in TABLE}
 _shared: dict[tuple[str, str], tuple[weakref.WeakSet["Patches"], Callable[[], None]]] = {}  # users, undo
 
@@ -129,17 +139,8 @@ class Patches:
         self.is_on = True  # until `undo`
         self._undo: list[Callable[[], None]] = []
 
-    def wrap(
-        self, owner: str, attribute: str, instance: Any, make: Callable[[Callable[..., Any]], Callable[..., Any]]
-    ) -> None:
-        """Replace a method of one instance by `make(original)`.
-
-        A user's own wrapper may call it even after `undo`, so it must act like `original` when `is_on` is False.
-        """
-        self.keep(owner, attribute, _replace(instance, attribute, make))
-
-    def while_on(self, replacement: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-        """Return what `wrap` wants: it calls `replacement(original, ...)`, and `original(...)` after `undo`."""
+    def wrap(self, owner: str, attribute: str, instance: Any, replacement: Replacement) -> None:
+        """Replace a method of one instance.  A user's own wrapper may call it even after `undo`."""
 
         def make(original: Callable[..., Any]) -> Callable[..., Any]:
             def call(*args: Any, **kwargs: Any) -> Any:
@@ -147,7 +148,7 @@ class Patches:
 
             return call
 
-        return make
+        self.note(owner, attribute, _replace(instance, attribute, make))
 
     def put(self, owner: str, attribute: str, instance: Any, value: Any) -> None:
         """Give an attribute of one instance another value."""
@@ -158,7 +159,7 @@ class Patches:
             if vars(instance).get(attribute) is value:
                 _restore(instance, attribute, before)
 
-        self.keep(owner, attribute, undo)
+        self.note(owner, attribute, undo)
 
     def share(self, owner: str, attribute: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
         """Replace a method of a class by `make(original)` until the last attachment is undone.
@@ -179,9 +180,9 @@ class Patches:
                 del _shared[key]
                 undo()
 
-        self.keep(owner, attribute, give_up)
+        self.note(owner, attribute, give_up)
 
-    def keep(self, owner: str, attribute: str, undo: Callable[[], None]) -> None:
+    def note(self, owner: str, attribute: str, undo: Callable[[], None]) -> None:
         """Note a change that was already made, and the function that undoes it."""
         assert (owner, attribute) in _ROWS, f"{owner}.{attribute} has no row in the table"
         self._undo.append(undo)
@@ -191,11 +192,6 @@ class Patches:
         self.is_on = False
         while self._undo:
             self._undo.pop()()
-
-
-def is_trainer_there() -> bool:
-    """Return True if the process has imported transformers' Trainer; it takes seconds, and few need it."""
-    return TRAINER.split(":")[0] in sys.modules
 
 
 def find(owner: str) -> Any:

@@ -1,94 +1,86 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The runtime of one attached model under one plan, and the engine's optimizer step, which calls it.
+"""The runtime of one engine under one plan, and the engine's optimizer step, which calls it.
 
-HybridRuntime    channels, layers, migration and counters
+HybridRuntime    channels, layers, migration and counters of one plan
 EngineStep       what `engine.step()` and `zero_grad` do around DeepSpeed's own
 """
 
 import math
 import time
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
+from ds_hybridep.adaptive.planner import JobPlanner
 from ds_hybridep.config import HybridEPConfig
 from ds_hybridep.errors import GradientNotReturnedError
 from ds_hybridep.experts.migration import is_in_backward
-from ds_hybridep.experts.undelivered import UndeliveredGradients, collect
+from ds_hybridep.experts.partitioned import full_shape
 from ds_hybridep.experts.verification import verify
-from ds_hybridep.integration.build import Builder, PlannedLayer, describe, encoding_of
+from ds_hybridep.integration.build import Builder, Facts, PlannedLayer, describe, encoding_of
 from ds_hybridep.integration.codec_state import CodecState
-from ds_hybridep.integration.dense import DENSE
+from ds_hybridep.integration.dense import DENSE, DenseSync
 from ds_hybridep.integration.patches import ENGINE, OPTIMIZER, ZERO_OPTIMIZER, Patches
 from ds_hybridep.integration.statistics import Statistics
 from ds_hybridep.integration.supported import check_optimizer
 from ds_hybridep.kernels import Kernels
 from ds_hybridep.sync.dense import GroupSync
-from ds_hybridep.sync.feedback import Encoding
 from ds_hybridep.sync.gradients import StepChanges
+from ds_hybridep.sync.undelivered import Target, Undelivered, UndeliveredGradients
 from ds_hybridep.tokens.layer import LayerStats
 from ds_hybridep.transport.channels import Transport
 
-if TYPE_CHECKING:
-    from ds_hybridep.integration.attachment import Attachment
-
 
 class HybridRuntime:
-    """Everything that one attached model has under one plan: channels, layers, migration and counters."""
+    """Everything that one engine has under one plan: channels, layers, migration and counters."""
 
     def __init__(
         self,
         config: HybridEPConfig,
+        facts: Facts,
         transport: Transport,
         kernels: Kernels,
         planned: Sequence[PlannedLayer],
-        encoding: Encoding,
-        is_boundary: Callable[[], bool],
         sync_groups: Mapping[str, tuple[int, ...]],
     ) -> None:
         self.config, self.transport, self.kernels = config, transport, kernels
         self._planned = tuple(planned)
         self._changes = StepChanges()
-        self._undelivered = UndeliveredGradients(
-            {layer.spec.name: layer.spec.experts for layer in planned}, is_boundary, encoding.loss_scale, self._changes
+        waiting = UndeliveredGradients(
+            partial(_targets, transport, self._planned, facts.parameters),
+            transport.world_size,
+            facts.is_boundary,
+            facts.loss_scale,
+            self._changes,
         )
         self._is_stepping = self._is_committed = False
         self.shared_parameters: Callable[[str], Sequence[Tensor]] = lambda _: ()  # flat, by name of the group
         # This makes channels, in the same order on all ranks, and before memory is allocated.
-        of_dense = replace(encoding_of(config, is_dense=True), loss_scale=encoding.loss_scale)
+        encoding = replace(encoding_of(config), master_of=facts.master_of, loss_scale=facts.loss_scale)
+        of_dense = replace(encoding_of(config, is_dense=True), loss_scale=facts.loss_scale)
+        device = facts.specs[0].sample.device
         self.syncs = {
-            name: GroupSync(
-                transport, ranks, name, of_dense if name == DENSE else encoding, self._changes, self.sample.device
-            )
+            name: GroupSync(transport, ranks, name, of_dense if name == DENSE else encoding, self._changes, device)
             for name, ranks in sync_groups.items()
         }
         ours = [layer for layer in planned if layer.exchange is not None]
-        builder = Builder(config, transport, kernels, encoding, self._changes, is_boundary)
+        builder = Builder(config, transport, kernels, encoding, self._changes, facts.is_boundary)
         self.layers, self.migration = builder.build(ours)
         self.layer_stats: dict[str, LayerStats] = {name: layer.stats for name, layer in self.layers.items()}
-        self.codecs = CodecState(
-            config, transport, planned, self.migration, self._undelivered, self.syncs, self._changes
-        )
-        row_bytes = [layer.spec.hidden * layer.spec.sample.element_size() for layer in ours]
-        partitions = [layer.partition for layer in ours]
-        self.statistics = Statistics(
-            transport,
-            list(zip(self.layers.values(), partitions, row_bytes, strict=True)),
-            counts_dense=bool(self.syncs),
-        )
+        self.codecs = CodecState(config, transport, planned, self.migration, waiting, self.syncs, self._changes)
+        pairs = [(self.layers[layer.spec.name], layer) for layer in ours]
+        self.statistics = Statistics(transport, pairs, counts_dense=bool(self.syncs))
 
     # -- around the optimizer step ----------------------------------------------------------------------------------
 
     def before_step(self) -> None:
         """Call before the optimizer step, which may still be skipped."""
-        if self.migration is not None:
-            self.migration.before_step()
+        self.migration.before_step()
         interval, steps = self.config.advanced.verify_interval, self.statistics.num_steps
         if interval and steps and steps % interval == 0:
             self.verify()
@@ -102,15 +94,13 @@ class HybridRuntime:
         if not self._is_stepping or self._is_committed:
             return False
         self._is_committed = True
-        self._changes.keep()  # first, because it frees what the step needs
-        if self.migration is not None:
-            self.migration.remember_sent()
+        self._changes.commit()  # first, because it frees what the step needs
+        self.migration.remember_sent()
         return True
 
     def verify(self) -> None:
         """Raise VerificationError if ranks hold different weights; all ranks must call at the same step."""
-        if self.migration is not None:
-            verify(self.migration, self.transport, self.kernels)
+        verify(self.migration, self.transport, self.kernels)
         for name, sync in self.syncs.items():
             if sync.encodes_parameters:
                 sync.verify([self.kernels.bit_sums(flat) for flat in self.shared_parameters(name)])
@@ -118,8 +108,7 @@ class HybridRuntime:
     def abandon_step(self) -> None:
         """Call if the optimizer failed in the step that `before_step` announced; some weights may have changed."""
         self._is_stepping = self._is_committed = False
-        if self.migration is not None:
-            self.migration.after_step(ships=False)
+        self.migration.after_step(ships=False)
 
     def after_step(self, *, was_applied: bool, ships: bool = True) -> dict[str, Any] | None:
         """Call right after the optimizer step.  Returns the job's record on rank 0 every `report_interval` steps.
@@ -128,15 +117,11 @@ class HybridRuntime:
         """
         self._is_stepping = self._is_committed = False
         if was_applied:
-            self._changes.keep()
-            if self._undelivered.parts:
-                self._undelivered.deliver()
-            if self.migration is not None:
-                self.migration.after_step(ships=ships)
+            self._changes.commit()
+            self.migration.after_step(ships=ships)
         else:
             self._changes.undo()
-            if self.migration is not None:
-                self.migration.skip_step()
+            self.migration.skip_step()
         self.statistics.num_steps += 1
         self.statistics.step_ends.append(time.monotonic())
         interval = self.config.report_interval
@@ -149,17 +134,15 @@ class HybridRuntime:
         """
         # The step calls zero_grad itself, after it has used the gradients.
         is_undone = drops_returned and not self._is_stepping
-        if is_undone and self._changes.notes:
+        if is_undone:
             self._changes.undo()
-        if self.migration is not None:
-            self.migration.clear_gradients(is_undone=is_undone)
+        self.migration.clear_gradients(is_undone=is_undone)
 
     def refresh(self) -> None:
         """Ship all experts' weights again and wait for them; the next gathers of other parameters are exact."""
         for sync in self.syncs.values():
             sync.memory.gather_exactly()
-        if self.migration is not None:
-            self.migration.refresh()
+        self.migration.refresh()
 
     def finish(self) -> None:
         """Wait for everything under way; all ranks must call.
@@ -172,54 +155,29 @@ class HybridRuntime:
                 f"rank {self.transport.rank}: gradients of {', '.join(waiting[:3])} wait for the last micro-step of "
                 f"an accumulation; detach or replan before its first one"
             )
-        if self.migration is not None:
-            self.migration.check_returned("detach")
-            self.migration.finish()
+        self.migration.check_returned("detach")
+        self.migration.finish()
 
     def close(self) -> None:
         """Drop connections and replicas.  Waits for nothing, so that it can be called after an error too."""
-        self._undelivered.remove()
-        if self.migration is not None:
-            self.migration.release()
+        self.codecs.waiting.remove()
+        self.migration.release()
         self.transport.close()
 
     # -- a change of plan -------------------------------------------------------------------------------------------
 
-    def hand_over(self) -> dict[str, list[Tensor]]:
-        """Give the owners the gradients that senders had kept back, before another plan; all ranks must call.
-
-        Returns the undelivered gradients of owned experts by layer, fp32 [e, *shape] for each trainable parameter.
-        """
+    def hand_over(self) -> list[Undelivered]:
+        """Return what codecs have not delivered, before another plan; all ranks must call."""
         self.finish()
-        self._changes.keep()  # the next step uses the gradients that are there
-        kept = {layer: list(parts) for layer, parts in self._undelivered.remove().items()}
-        for replicas in self.codecs.replicas:
-            if replicas.feedback is not None and replicas.feedback.gradients.is_lossy:
-                collected = collect(replicas, self.transport)
-                waiting = kept.get(replicas.layer)
-                kept[replicas.layer] = collected if waiting is None else list(map(torch.add, collected, waiting))
-        return kept
+        return self.codecs.hand_over()
 
-    def follow(self, earlier: "HybridRuntime", kept: Mapping[str, list[Tensor]]) -> float:
-        """Go on counting where `earlier` stopped, and take over what it had not delivered.
-
-        Returns the norm of the gradients that are lost because DeepSpeed synchronises them from now on.
-        """
+    def follow(self, earlier: "HybridRuntime", undelivered: Sequence[Undelivered]) -> None:
+        """Go on counting where `earlier` stopped, and add what it had not delivered to the next gradients."""
         self.transport.traffic = earlier.transport.traffic
         self.statistics.num_steps = earlier.statistics.num_steps
         for name, stats in earlier.layer_stats.items():
-            if name in self.layer_stats:
-                vars(self.layer_stats[name]).update(vars(stats))
-            else:
-                self.layer_stats[name] = stats
-        self._undelivered.take_over(kept)
-        lost = 0.0
-        for name, sync in earlier.syncs.items():
-            if name in self.syncs:
-                self.syncs[name].memory.take_over(sync.memory.capture())
-            else:
-                lost += sync.memory.squared_residual
-        return math.sqrt(lost)
+            vars(self.layer_stats.setdefault(name, stats)).update(vars(stats))
+        self.codecs.waiting.add(undelivered)
 
     # -- a load -------------------------------------------------------------------------------------------------
 
@@ -233,20 +191,14 @@ class HybridRuntime:
     # -- what others ask --------------------------------------------------------------------------------------------
 
     @property
-    def sample(self) -> nn.Parameter:
-        """A parameter to read dtype and device from."""
-        return self._planned[0].spec.sample
-
-    @property
     def token_exchange(self) -> Literal["direct", "hierarchical", "deepspeed"]:
         return self._planned[0].exchange or "deepspeed"
 
     @property
     def codec_s(self) -> float:
         """Seconds that this rank has spent on encoding and decoding under this plan."""
-        counters = [one.counters for one in self.codecs.feedbacks] + [
-            sync.memory.counters for sync in self.syncs.values()
-        ]
+        counters = [one.counters for one in self.codecs.feedbacks]
+        counters += [sync.memory.counters for sync in self.syncs.values()]
         return sum(one.encode_s + one.decode_s for one in counters)
 
     @property
@@ -257,67 +209,86 @@ class HybridRuntime:
 
     def describe(self) -> str:
         """Describe the plan in one line, for the log."""
-        memory = "no replicas" if self.migration is None else self.migration.describe_memory()
+        held = f"replicas and their gradients {self.migration.replica_bytes / 2**20:.1f} MiB per rank"
+        memory = held if self.migration.layers else "no replicas"
         return describe(self._planned, self.config, self.transport.backends, self.kernels.name, memory)
 
 
+def _targets(
+    transport: Transport,
+    planned: Sequence[PlannedLayer],
+    parameters: Callable[[], Iterable[tuple[str, nn.Parameter]]],
+) -> dict[str, Target]:
+    """Return this rank's parameters by their names in its model; its experts' are parts of their stacks."""
+    targets = [one for layer in planned for one in layer.targets(transport.rank, transport.world_size)]
+    of_experts = {id(one.parameter): one for one in targets}
+    found = {
+        name: of_experts.pop(id(parameter), Target(name, 0, full_shape(parameter).numel(), parameter))
+        for name, parameter in parameters()
+    }
+    return found | {f"{one.name} {one.start}": one for one in of_experts.values()}
+
+
 class EngineStep:
-    """What an engine's optimizer step and its zero_grad do while the engine is attached."""
+    """What `engine.step()` and `zero_grad` do around DeepSpeed's own while an engine is attached.
 
-    def __init__(self, attachment: "Attachment", patches: Patches) -> None:
-        self._attachment, self._patches = attachment, patches
-        self._engine, self._optimizer = attachment.engine, None
-        patches.wrap(ENGINE, "_take_model_step", self._engine, self._wrap_model_step)
-        patches.wrap(ENGINE, "zero_grad", self._engine, partial(self._wrap_zero_grad, by_optimizer=False))
+    engine: a weak reference.
+    layers: its MoE layers by name.
+    planner: chooses other settings while the job runs; None if the config gives them all.
+    """
 
-    def watch_optimizer(self) -> None:
+    runtime: HybridRuntime
+    publish: Callable[[dict[str, Any]], None]
+    switch: Callable[[HybridEPConfig, str], None]
+
+    def __init__(self, engine: Any, layers: Mapping[str, Any], planner: JobPlanner | None) -> None:
+        self.engine, self.layers, self.planner = engine, dict(layers), planner
+        self.dense: DenseSync | None = None
+        self.patches = Patches()
+        self.optimizer: Any = None  # of the engine, once it is there
+
+    def bind_step(self) -> None:
+        """Change the engine's step and all that forgets gradients."""
+        for method, replacement in (
+            ("_configure_optimizer", self._configure_optimizer),
+            ("_take_model_step", self._take_step),
+            ("zero_grad", partial(self._zero_grad, by_optimizer=False)),
+        ):
+            self.patches.wrap(ENGINE, method, self.engine, replacement)
+        self._watch_optimizer()
+
+    def _configure_optimizer(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+        original(*args, **kwargs)
+        self._watch_optimizer()
+
+    def _watch_optimizer(self) -> None:
         """Connect the optimizer as soon as it exists: DeepSpeed makes it after we attach."""
-        optimizer = getattr(self._engine, "optimizer", None)
-        if not hasattr(optimizer, "zero_grad"):
+        optimizer = getattr(self.engine, "optimizer", None)
+        if self.optimizer is not None or not hasattr(optimizer, "zero_grad"):
             return
-        if self._optimizer is None:
-            check_optimizer(self._engine)
-            wrap = partial(self._wrap_zero_grad, by_optimizer=True)
-            self._patches.wrap(ZERO_OPTIMIZER, "zero_grad", optimizer, wrap)
-            self._optimizer = optimizer
-            if isinstance(base := self._engine.basic_optimizer, torch.optim.Optimizer):
-                self._patches.keep(OPTIMIZER, "step_pre_hook", self._commit_before(base).remove)
-        if self._attachment.dense is not None:
-            self._attachment.dense.watch(self._optimizer)
+        check_optimizer(self.engine)
+        self.optimizer = optimizer
+        self.patches.wrap(ZERO_OPTIMIZER, "zero_grad", optimizer, partial(self._zero_grad, by_optimizer=True))
+        if isinstance(base := self.engine.basic_optimizer, torch.optim.Optimizer):
+            known = weakref.ref(self)  # a user's optimizer may outlive the engine
 
-    def _commit_before(self, base: torch.optim.Optimizer) -> RemovableHandle:
-        known = weakref.WeakMethod(self._commit)  # a user's optimizer may outlive the engine
+            def commit(*_: Any) -> None:
+                if (step := known()) is not None and step.runtime.commit() and step.dense is not None:
+                    step.dense.commit()
 
-        def commit(*_: Any) -> None:
-            if (method := known()) is not None:
-                method()
+            self.patches.note(OPTIMIZER, "step_pre_hook", base.register_step_pre_hook(commit).remove)
+        if self.dense is not None:
+            self.dense.watch(optimizer)
 
-        return base.register_step_pre_hook(commit)
-
-    def _commit(self) -> None:
-        attachment = self._attachment
-        if attachment.runtime.commit() and attachment.dense is not None:
-            attachment.dense.commit()
-
-    def _wrap_model_step(self, original: Callable[..., Any]) -> Callable[..., None]:
-        def take_model_step(*args: Any, **kwargs: Any) -> None:
-            if self._patches.is_on:
-                self._take(partial(original, *args, **kwargs))
-            else:
-                original(*args, **kwargs)
-
-        return take_model_step
-
-    def _take(self, step: Callable[[], None]) -> None:
-        self.watch_optimizer()
-        attachment = self._attachment
-        runtime, planner, dense = attachment.runtime, attachment.planner, attachment.dense
+    def _take_step(self, original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+        self._watch_optimizer()
+        runtime, planner, dense = self.runtime, self.planner, self.dense
         runtime.before_step()
         try:
             chosen = planner.before_step(runtime) if planner is not None else None
             if dense is not None:
                 dense.before_step()
-            step()
+            original(*args, **kwargs)
         except BaseException:
             runtime.abandon_step()
             raise
@@ -327,38 +298,34 @@ class EngineStep:
         # Dense parameters and experts travel together.  Experts of several groups must arrive before they are shipped.
         if dense is not None:
             dense.finish_gathers(of_experts_only=True)
-        report = runtime.after_step(was_applied=self._engine._step_applied, ships=chosen is None)
+        report = runtime.after_step(was_applied=self.engine._step_applied, ships=chosen is None)
         if dense is not None:
             dense.finish_gathers(of_experts_only=False)
         if planner is not None:
             planner.after_step()
         if report is not None:
-            attachment.publish(report)
+            self.publish(report)
         if chosen is not None and planner is not None:
-            attachment.switch(chosen, planner.reason)
+            self.switch(chosen, planner.reason)
 
     # -- gradients that are forgotten -------------------------------------------------------------------------------
 
-    def _wrap_zero_grad(self, original: Callable[..., Any], *, by_optimizer: bool) -> Callable[..., Any]:
-        def zero_grad(*args: Any, **kwargs: Any) -> Any:
-            is_for_us = self._patches.is_on and not self._keeps_reduced
-            if is_for_us and (by_optimizer or not self._has_accumulator):
-                self.clear_gradients()
-            return original(*args, **kwargs)
-
-        return zero_grad
+    def _zero_grad(self, original: Callable[..., Any], *args: Any, by_optimizer: bool, **kwargs: Any) -> Any:
+        if not self._keeps_reduced and (by_optimizer or not self._has_accumulator):
+            self.clear_gradients()
+        return original(*args, **kwargs)
 
     @property
     def _keeps_reduced(self) -> bool:
         """True under ZeRO-2, which keeps reduced gradients whoever calls zero_grad."""
-        return bool(getattr(self._engine.optimizer, "partition_gradients", False))
+        return bool(getattr(self.engine.optimizer, "partition_gradients", False))
 
     @property
     def _has_accumulator(self) -> bool:
         """True if gradients are not in `.grad` between micro-steps, so only the optimizer's zero_grad clears them."""
-        optimizer = self._engine.optimizer
+        optimizer = self.engine.optimizer
         return (
-            self._engine.zero_optimization_stage() == 3
+            self.engine.zero_optimization_stage() == 3
             or hasattr(optimizer, "clear_hp_grads")
             or bool(getattr(optimizer, "use_grad_accum_attribute", False))
         )
@@ -367,15 +334,15 @@ class EngineStep:
         """Drop the gradients of replicas because their owners drop theirs."""
         # ZeRO 1 has copied the returned gradients, and its step applies the copy whoever calls zero_grad.  After a
         # step the table still has an entry for each group: None.
-        averaged = getattr(self._engine.optimizer, "averaged_gradients", None) or {}
+        averaged = getattr(self.engine.optimizer, "averaged_gradients", None) or {}
         drops_returned = all(gradients is None for gradients in averaged.values())
-        self._attachment.runtime.clear_gradients(drops_returned=drops_returned)
+        self.runtime.clear_gradients(drops_returned=drops_returned)
 
     def owned_in_grad(self) -> list[nn.Parameter]:
         """Return trainable parameters of owned experts if their gradients stay in `.grad` until the step; else []."""
         if self._keeps_reduced or self._has_accumulator:
             return []
-        return [p for layer in self._attachment.layers.values() for p in layer.experts.parameters() if p.requires_grad]
+        return [p for layer in self.layers.values() for p in layer.experts.parameters() if p.requires_grad]
 
 
 def noticing(step: EngineStep) -> Callable[..., None]:
@@ -392,22 +359,18 @@ def noticing(step: EngineStep) -> Callable[..., None]:
     return notice
 
 
+def is_boundary_of(engine: Any) -> bool:
+    """Return True if the running backward, inside which it is called, is the last before the optimizer step.
+
+    Without managed accumulation nobody knows, so every backward returns gradients.  Under no_sync the caller says that
+    more backwards will follow.
+    """
+    if engine.inside_no_sync_ctxt:
+        return False
+    return bool(not engine.managed_gradient_accumulation() or engine.is_gradient_accumulation_boundary())
+
+
 def loss_scale_of(engine: Any) -> float:
     """Return the factor that gradients are multiplied by now."""
     scale = getattr(engine.optimizer, "loss_scale", None)  # FP16_Optimizer has None in bf16
     return 1.0 if scale is None else float(scale)
-
-
-def boundary_of(engine: Any) -> Callable[[], bool]:
-    """Return a function that says whether the running backward is the last before the optimizer step.
-
-    Call it only inside the backward.  Without managed accumulation nobody knows, so every backward returns gradients.
-    Under no_sync the caller says that more backwards will follow.
-    """
-
-    def is_boundary() -> bool:
-        if engine.inside_no_sync_ctxt:
-            return False
-        return bool(not engine.managed_gradient_accumulation() or engine.is_gradient_accumulation_boundary())
-
-    return is_boundary

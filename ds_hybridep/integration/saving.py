@@ -7,6 +7,8 @@ What people call already (`Trainer.save_model`, `engine.save_16bit_model`) does 
 """
 
 import copy
+import sys
+from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -22,8 +24,9 @@ from ds_hybridep.export import writing
 from ds_hybridep.export.base import Skeleton, without_weights
 from ds_hybridep.export.folder import whole_folder
 from ds_hybridep.export.stored import Parameter
-from ds_hybridep.integration.autoep import is_autoep_layer
+from ds_hybridep.integration.autoep import experts_of, is_autoep_layer
 from ds_hybridep.integration.log import log_dist
+from ds_hybridep.integration.patches import ENGINE, MODULE, TRAINER, Patches
 from ds_hybridep.transport.agreement import hear
 from ds_hybridep.transport.job import gather_to_first, is_first_rank, longest_wait_s, meet
 
@@ -70,32 +73,23 @@ def save_pretrained(
 
 def _write(plan: writing.Plan, folder: Path, max_shard_size: str) -> str:
     """Write on rank 0, and read on all ranks.  Returns what failed on rank 0."""
-    read = _ReadTogether()
-    if not is_first_rank():
-        for item in plan.items:
-            read(item)
-        return ""
-    try:
-        with whole_folder(folder, replace=True) as partial_folder:
-            writing.write_files(plan, partial_folder, max_shard_size, read=read)
-    except ExportError as error:
-        for item in plan.items[read.num_items :]:  # the other ranks do not know yet
-            read(item)
-        return str(error)
-    return ""
+    left, said = deque(plan.items), ""
 
-
-class _ReadTogether:
-    """Reads an item on all ranks, and lets none run ahead, so that each wait is that for one parameter."""
-
-    def __init__(self) -> None:
-        self.num_items = 0
-
-    def __call__(self, item: writing.Item) -> Tensor:
+    def read(item: writing.Item) -> Tensor:
+        left.popleft()
         tensor = item.parameter.read(item.dtype)
-        meet()
-        self.num_items += 1
+        meet()  # no rank runs ahead, so each wait is that for one parameter
         return tensor
+
+    if is_first_rank():
+        try:
+            with whole_folder(folder, replace=True) as partial_folder:
+                writing.write_files(plan, partial_folder, max_shard_size, read=read)
+        except ExportError as error:
+            said = str(error)
+    while left:  # also on rank 0 after an error: the other ranks do not know yet
+        read(left[0])
+    return said
 
 
 @dataclass(frozen=True, eq=False)
@@ -116,25 +110,22 @@ class LiveParameter:
         whole = torch.empty(self.shape, dtype=dtype)
         if self.layer is None:
             return whole.copy_(parts[0])
-        for experts, part in zip(_experts_by_rank(self.layer), parts, strict=True):
-            whole[experts] = part.cpu()
+        for ep_rank, part in enumerate(parts):
+            whole[experts_of(self.layer, ep_rank)] = part.cpu()
         return whole
 
     def _own(self, dtype: torch.dtype) -> Tensor:
         import deepspeed
         from deepspeed.utils import safe_get_full_fp32_param
 
-        if dtype.itemsize > self.tensor.dtype.itemsize:
-            master = safe_get_full_fp32_param(self.tensor)
-            if master is not None:
-                rounded: Tensor = master.to(dtype)
-                return rounded
-        if is_partitioned(self.tensor):
+        held: Tensor = self.tensor.detach()
+        if dtype.itemsize > held.dtype.itemsize and (master := safe_get_full_fp32_param(self.tensor)) is not None:
+            held = master
+        elif is_partitioned(self.tensor):
             with deepspeed.zero.GatheredParameters([self.tensor]):
                 gathered: Tensor = self.tensor.detach().to(dtype, copy=True)
                 return gathered
-        held: Tensor = self.tensor.detach().to(dtype)
-        return held
+        return held.to(dtype)
 
 
 class LiveModel:
@@ -205,33 +196,37 @@ def _live(tensor: Tensor, shape: tuple[int, ...], layer: Any = None) -> Paramete
     return Parameter(shape, tensor.dtype, LiveParameter(tensor, shape, layer).read)
 
 
-def _experts_by_rank(layer: Any) -> list[list[int]]:
-    """Return the experts of each rank of a layer's group, in the order of its weights."""
-    from ds_hybridep.integration.adapters import experts_of
-
-    return [experts_of(layer, rank) for rank in range(layer.ep_size)]
-
-
 # -- what people call already -------------------------------------------------------------------------------------
 
 
-def save_16bit_model(
-    engine: Any, _original: Callable[..., Any], save_dir: str | Path, save_filename: str = "", *_: Any, **__: Any
-) -> bool:
-    """Replaces `engine.save_16bit_model`, which would write the experts of rank 0 only."""
+def bind(patches: Patches, engine: Any, *, has_adapters: bool) -> None:
+    """Make what writes the model write the experts of all ranks, or say what to call.
+
+    has_adapters: experts have; otherwise peft writes its adapters rightly.
+    """
+    patches.wrap(ENGINE, "save_16bit_model", engine, partial(_save_16bit_model, engine))
+    module = engine.module
+    inner = module.get_base_model() if hasattr(module, "peft_config") else module
+    for owner in {id(one): one for one in (inner, module if has_adapters else inner)}.values():
+        if hasattr(owner, "save_pretrained"):
+            patches.put(MODULE, "save_pretrained", owner, _refuse_save_pretrained)
+    if TRAINER.split(":")[0] in sys.modules:  # importing it takes seconds, and few need it
+        patches.share(TRAINER, "save_model", _wrap_save_model)
+
+
+def _save_16bit_model(engine: Any, _original: Callable[..., Any], save_dir: str | Path, *_: Any, **__: Any) -> bool:
     save_pretrained(engine, save_dir)
     return True
 
 
-def refuse_save_pretrained(*_: Any, **__: Any) -> None:
-    """Replaces `save_pretrained` of a module whose experts are on several ranks."""
+def _refuse_save_pretrained(*_: Any, **__: Any) -> None:
     raise UnsupportedError(
         "save_pretrained of the module would write the experts of one rank only; call "
         "ds_hybridep.save_pretrained(engine, DIR) on all ranks, or Trainer.save_model(DIR)"
     )
 
 
-def wrap_save_model(original: Callable[..., None]) -> Callable[..., None]:
+def _wrap_save_model(original: Callable[..., None]) -> Callable[..., None]:
     """Make `save_model` of a Trainer whose engine is attached write the experts of all ranks."""
 
     def save_model(trainer: Any, output_dir: str | None = None, _internal_call: bool = False) -> None:

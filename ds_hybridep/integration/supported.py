@@ -1,18 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """What hybridep was tested with.  It refuses all else that a job turns on, and names the feature and a way out."""
 
-import logging
 import re
 import sys
 from collections.abc import Mapping, Sequence
-from functools import cache
 from typing import Any
 
 import deepspeed
 import torch
 from deepspeed.utils import groups
 from deepspeed.utils.bwc import bwc_tensor_model_parallel_world_size
-from torch import Tensor, nn
+from torch import nn
 
 from ds_hybridep.config import AUTO, HybridEPConfig
 from ds_hybridep.config_codecs import IDENTITY, PATCH
@@ -20,7 +18,7 @@ from ds_hybridep.errors import UnsupportedError
 from ds_hybridep.experts.layer_spec import LayerSpec
 from ds_hybridep.integration import dense
 from ds_hybridep.integration.autoep import adapted_layers, is_autoep_layer
-from ds_hybridep.integration.log import log_dist
+from ds_hybridep.integration.log import log_dist, warn_once
 from ds_hybridep.integration.patches import misfits
 from ds_hybridep.transport.job import backend_name
 
@@ -49,19 +47,7 @@ TESTED_WRAPPERS = (
     "FP16_UnfusedOptimizer",
 )  # fmt: skip
 TESTED_OPTIMIZERS = ("AdamW", "SGD")  # torch's; others that treat each element alone should work too
-_OFF = 'turn it off, or set "hybridep": {"enabled": false}'
-
-
-def on_other_ranks(layers: Mapping[str, nn.Module]) -> str:
-    """Say what a job on another number of ranks, as after the loss of a datacentre, can load from checkpoints."""
-    if adapted_layers(layers):
-        return "hybridep: a checkpoint with adapters of experts can be loaded with the same ep_size alone"
-    if not all(is_autoep_layer(layer) for layer in layers.values()):
-        return (
-            "hybridep: another number of ranks can take from a checkpoint the weights alone, by load_checkpoint(..., "
-            "load_optimizer_states=False): DeepSpeed's universal checkpoints do not hold classic MoE layers"
-        )
-    return "hybridep: another number of ranks can go on from a checkpoint that ds_to_universal has converted"
+_UNTESTED = 'was not tested together with the "hybridep" block; turn it off, or set "hybridep": {"enabled": false}'
 
 
 def check_version(version: str = deepspeed.__version__) -> None:
@@ -73,28 +59,27 @@ def check_version(version: str = deepspeed.__version__) -> None:
         )
     if version.split("+")[0] in TESTED_VERSIONS:
         return
-    missing = misfits()
-    if missing:
+    if missing := misfits():
         raise UnsupportedError(
             f"DeepSpeed {version} has no {missing[0]}, which hybridep relies on; install one of the versions that "
             f'were tested, {tested}, or set "hybridep": {{"enabled": false}}'
         )
-    _warn_once(f"DeepSpeed {version} was not tested; hybridep was with {tested}, and what it relies on is there")
+    warn_once(f"DeepSpeed {version} was not tested; hybridep was with {tested}, and what it relies on is there")
 
 
 def check_transformers() -> None:
     """Raise UnsupportedError if a transformers is imported that AutoEP cannot read; warn if it was not tested."""
-    transformers = sys.modules.get("transformers")
-    version = TESTED_TRANSFORMERS[0] if transformers is None else transformers.__version__
-    tested = f"{TESTED_TRANSFORMERS[0]} to {TESTED_TRANSFORMERS[-1]}"
-    if _numbers(version) < _numbers(TESTED_TRANSFORMERS[0]):
+    first, last = TESTED_TRANSFORMERS[0], TESTED_TRANSFORMERS[-1]
+    version = getattr(sys.modules.get("transformers"), "__version__", first)
+    if _numbers(version) < _numbers(first):
         raise UnsupportedError(
             f'transformers {version} is too old for the "expert_parallel" block with hybridep, which was tested with '
-            f"{tested}; install one of these"
+            f"{first} to {last}; install one of these"
         )
-    if _numbers(version) > _numbers(TESTED_TRANSFORMERS[-1]):
-        _warn_once(
-            f'transformers {version} was not tested with the "expert_parallel" block; hybridep was with {tested}'
+    if _numbers(version) > _numbers(last):
+        warn_once(
+            f'transformers {version} was not tested with the "expert_parallel" block; hybridep was with {first} to '
+            f"{last}"
         )
 
 
@@ -102,28 +87,14 @@ def _numbers(version: str) -> tuple[int, ...]:
     return tuple(int(number) for number in re.findall(r"\d+", version)[:3])
 
 
-@cache  # once in a process
-def _warn_once(message: str) -> None:
-    log_dist(f"hybridep: {message}", ranks=[0], level=logging.WARNING)
-
-
-def resolve(engine: Any, config: HybridEPConfig, sample: Tensor) -> HybridEPConfig:
+def resolve(engine: Any, config: HybridEPConfig, layers: Mapping[str, Any]) -> HybridEPConfig:
     """Complete the settings with what depends on the engine: recommended codecs, and who sums dense gradients.
 
-    sample: a parameter of an expert.
     Raises UnsupportedError if the settings ask for patches and parameters do not have 16 bits.
     """
+    sample = next(next(iter(layers.values())).experts.parameters())
     config = config.with_dtype(sample.element_size())
-    config = config.model_copy(
-        update={
-            "levels": tuple(
-                level.model_copy(update={"backend": "gloo"})  # patches vary in length, which NCCL cannot carry
-                if level.backend == AUTO and PATCH in level.all_codecs
-                else level
-                for level in config.levels
-            )
-        }
-    )
+    levels = []
     for index, level in enumerate(config.levels):
         for key in ("weight_codec", "dense_weight_codec"):
             if getattr(level, key) == PATCH and sample.element_size() != 2:
@@ -132,17 +103,19 @@ def resolve(engine: Any, config: HybridEPConfig, sample: Tensor) -> HybridEPConf
                     f'{sample.dtype}; switch on bf16 or fp16, or choose another codec, for example "recommended" as '
                     f"hybridep.levels[{index}].codecs"
                 )
-    if config.dense_sync is not None:
-        return config
-    if reason := dense.why_unsupported(engine):
-        has_codecs = any(level.all_codecs[2:] != (IDENTITY, IDENTITY) for level in config.levels)
+        if level.backend == AUTO and PATCH in level.all_codecs:  # NCCL cannot carry messages that vary in length
+            level = level.model_copy(update={"backend": "gloo"})
+        levels.append(level)
+    dense_sync = config.dense_sync or "hierarchical"
+    if config.dense_sync is None and (reason := dense.why_unsupported(engine)):
+        dense_sync = "deepspeed"
+        has_codecs = any(level.all_codecs[2:] != (IDENTITY, IDENTITY) for level in levels)
         log_dist(
             f"hybridep: sums of dense parameters and of copies of experts are left to DeepSpeed"
             f"{', which has no codecs for them' if has_codecs else ''}: level by level does not work with {reason}",
             ranks=[0],
         )
-        return config.model_copy(update={"dense_sync": "deepspeed"})
-    return config.model_copy(update={"dense_sync": "hierarchical"})
+    return config.model_copy(update={"levels": tuple(levels), "dense_sync": dense_sync})
 
 
 def refuse_engine(engine: Any, config: HybridEPConfig, layers: Mapping[str, nn.Module]) -> None:
@@ -156,9 +129,8 @@ def refuse_engine(engine: Any, config: HybridEPConfig, layers: Mapping[str, nn.M
         f"the 1-bit optimizer {optimizer}": optimizer.lower() in ("onebitadam", "onebitlamb", "zerooneadam"),
         "ZeRO stage 3 with native MoE layers": stage == 3 and not all(map(is_autoep_layer, layers.values())),
     }
-    for feature, is_used in in_use.items():
-        if is_used:
-            raise UnsupportedError(f'{feature} was not tested together with the "hybridep" block; {_OFF}')
+    if feature := next((feature for feature, is_used in in_use.items() if is_used), None):
+        raise UnsupportedError(f"{feature} {_UNTESTED}")
     if stage == 2 and adapted_layers(layers):
         raise UnsupportedError(
             "adapters of experts do not work with ZeRO stage 2 (zero_optimization.stage), whose checkpoints hold "
@@ -212,9 +184,9 @@ def check_optimizer(engine: Any) -> None:
     """Raise UnsupportedError for an untested wrapper of DeepSpeed; warn once about an untested optimizer."""
     wrapper, basic = type(engine.optimizer), type(getattr(engine, "basic_optimizer", None))
     if wrapper.__module__.startswith("deepspeed.runtime.") and wrapper.__name__ not in TESTED_WRAPPERS:
-        raise UnsupportedError(f'{wrapper.__name__} was not tested together with the "hybridep" block; {_OFF}')
+        raise UnsupportedError(f"{wrapper.__name__} {_UNTESTED}")
     if issubclass(basic, torch.optim.Optimizer) and basic.__name__ not in TESTED_OPTIMIZERS:
-        _warn_once(
+        warn_once(
             f"the optimizer {basic.__name__} was not tested, only {' and '.join(TESTED_OPTIMIZERS)} were; one that "
             f"treats each element of a parameter alone should do as well"
         )
@@ -224,7 +196,7 @@ def refuse_devices(specs: Sequence[LayerSpec]) -> None:
     """Raise UnsupportedError for devices and backends that the transport does not support; warn once about GPUs."""
     devices, backend = sorted({spec.sample.device.type for spec in specs}), backend_name()
     if devices == ["cuda"] and ("gloo" in backend or "nccl" in backend):
-        _warn_once(
+        warn_once(
             "training on GPUs was written without one: it has been checked on CPUs only and never run on a GPU "
             "by its authors; compare a few steps with the block disabled before you rely on it (docs/architecture.md)"
         )

@@ -26,6 +26,7 @@ BUILD_ERRORS = (RuntimeError, ImportError, OSError, subprocess.SubprocessError)
 OUTPUT_TAIL_CHARS = 4000
 
 logger = logging.getLogger(__name__)
+_loaded: list[Any] = []  # compiled modules
 
 
 def load_kernels(mode: Mode, device: torch.device | str = "cpu", dispatch_sms: int | None = None) -> Kernels:
@@ -81,6 +82,11 @@ def _warn_once(device_type: str, reason: str) -> None:
     logger.warning("kernels: using the slower PyTorch reference on device type %r: %s", device_type, reason)
 
 
+def loaded_extension() -> Any:
+    """Return a compiled module that this process has loaded, for whatever device; None if there is none."""
+    return next(iter(_loaded), None)
+
+
 @functools.cache  # so that layers do not try a failed build again
 def _extension_or_reason(device: torch.device) -> Any:
     """Return the compiled module, or a string that says why there is none."""
@@ -95,7 +101,9 @@ def _extension_or_reason(device: torch.device) -> Any:
             if reason is not None:
                 return reason
             extension = builder.load(verbose=False)
-            return builder.why_unusable(extension) or extension
+            if (reason := builder.why_unusable(extension)) is None:
+                _loaded.append(extension)
+            return reason or extension
     except BUILD_ERRORS as error:
         return _describe(error)
 

@@ -30,7 +30,7 @@ class Door:
     ) -> None:  # fmt: skip
         self._rank, self._world_size, self._secret, self._contexts = rank, world_size, secret, contexts
         self._listener, self._selector, self._peers = listener, selector, peers
-        self._instance = os.urandom(16)
+        self.instance = os.urandom(16)
         self.attempts: list[Attempt] = []
         self._is_deaf = False
         self.port: int = listener.getsockname()[1]
@@ -41,7 +41,7 @@ class Door:
         steps = None
         if index >= 0:
             received = peer.lanes[index].received
-            ours = (self._rank, peer.rank, self._world_size, index, len(peer.lanes), self._instance, received)
+            ours = (self._rank, peer.rank, self._world_size, index, len(peer.lanes), self.instance, received)
             steps = trust.dial(self._secret, Claims(*ours))
 
         def on_end(attempt: Attempt, theirs: Claims | None, error: Exception | None) -> None:
@@ -104,13 +104,15 @@ class Door:
 
     def _admit(self, theirs: Claims) -> tuple[int, Claims]:
         """Judge what a dialler claims who knows the secret."""
-        ours = theirs._replace(rank=self._rank, to=theirs.rank, world_size=self._world_size, instance=self._instance)
+        ours = theirs._replace(rank=self._rank, to=theirs.rank, world_size=self._world_size, instance=self.instance)
         if theirs.world_size != self._world_size or theirs.to != self._rank or theirs.rank <= self._rank:
             return trust.JOB, ours
         if (peer := self._peers.get(theirs.rank)) is None:
             return trust.EARLY, ours
         if theirs.lane >= theirs.num_lanes or theirs.num_lanes != len(peer.lanes):
             return trust.JOB, ours
+        if peer.has_left and peer.instance != theirs.instance:
+            return trust.EARLY, ours  # it has a new link; this rank will connect with it again
         if not self._is_same(peer, theirs):
             return trust.RESTARTED, ours
         peer.lanes[theirs.lane].drop("the other side has dialled again")

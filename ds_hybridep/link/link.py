@@ -19,9 +19,9 @@ from ds_hybridep.errors import CommunicationError, ConfigError
 from ds_hybridep.link.door import Address, Door, listen, resolve
 from ds_hybridep.link.messages import BULK, Mail, Receive, Send
 from ds_hybridep.link.options import Options
-from ds_hybridep.link.peer import FAILED, LEFT, SILENT_S, Fact, Outgoing, Peer, State, Statistics
+from ds_hybridep.link.peer import FAILED, LEFT, Fact, Outgoing, Peer, State, Statistics
 from ds_hybridep.link.trust import LEAST_SECRET_BYTES, TLS
-from ds_hybridep.link.wire import Data, stream_of, view_of
+from ds_hybridep.link.wire import FACT_BYTES, Data, stream_of, view_of
 
 logger = logging.getLogger(__name__)
 TICK_S = 0.05  # between looks at what is due
@@ -57,7 +57,7 @@ class Link:
         if len(secret) < LEAST_SECRET_BYTES:
             raise ConfigError(f"the secret of the link has {len(secret)} bytes; give at least {LEAST_SECRET_BYTES}")
         self.rank, self._timeout_s = rank, timeout_s
-        self._early_bytes, self._on_change, self._on_tick = early_bytes, on_change, on_tick
+        self._early_bytes, self.on_change, self.on_tick = early_bytes, on_change, on_tick
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
         self.peers: dict[int, Peer] = {}
@@ -65,6 +65,7 @@ class Link:
         self._facts: deque[Fact] = deque(maxlen=MAX_FACTS)
         self.outgoing = Outgoing()
         self.last_words: tuple[str, str] | None = None  # for the process's end; by default what has ended it
+        self._errors = _Errors()
         self._last_words: tuple[str, str] | None = None
         self._ends_at: float | None = None
         self._ends_by = 0.0
@@ -73,6 +74,7 @@ class Link:
         contexts = (None, None) if tls is None else tls.contexts()
         self.door = Door(rank, world_size, secret, contexts, listen(host, ports), self._selector, self.peers)
         self.address: Address = (host, self.door.port)
+        self.instance = self.door.instance  # a name of this link alone, of 16 bytes
         self._wakes = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._selector.register(self._wakes, selectors.EVENT_READ, lambda _: os.eventfd_read(self._wakes))
         self._thread = threading.Thread(target=self._run, name="hybridep-link", daemon=True)
@@ -84,8 +86,9 @@ class Link:
     def connect(self, addresses: Mapping[int, Address], options: Options | None = None) -> None:
         """Connect to peers, given as rank -> `Link.address` of that rank; may be called again for others.
 
-        Raises CommunicationError if one is gone or not connected after `timeout_s`, ConfigError for `options`.
-        One that has left already is no error here, but for whoever receives from it.
+        A rank that is connected already is connected anew.  Raises CommunicationError if one is gone or not connected
+        after `timeout_s`, ConfigError for `options`.  One that has left meanwhile is no error here, but for whoever
+        receives from it.
         """
         self._check_open()
         options = options or Options()
@@ -103,30 +106,34 @@ class Link:
                     on_change=self._note, outgoing=self.outgoing,
                 )  # fmt: skip
         with self._changed:
+            for rank in new.keys() & self.peers.keys():
+                self._discard(self.peers[rank], "it was connected anew")
+            self._facts = deque((one for one in self._facts if one.rank not in new), MAX_FACTS)
             self.peers |= new
             self._to_pump |= set(new.values())
             if not self._thread.is_alive():
                 self._thread.start()
             os.eventfd_write(self._wakes, 1)
             self._changed.wait_for(
-                lambda: all(peer.state is State.ALIVE or peer.mail.cause for peer in new.values()), self._timeout_s
+                lambda: all(one.state is State.ALIVE or one.mail.cause or self.is_closed for one in new.values()),
+                self._timeout_s,
             )
         for peer in new.values():
             if peer.state is not State.ALIVE and not peer.has_left:
-                del self.peers[peer.rank]  # so that it may be tried again
                 cause = peer.mail.cause or f"no connection after {self._timeout_s:g} s; last, {peer.last_trouble}"
+                self._discard(self.peers.pop(peer.rank), cause)  # so that it may be tried again
+                self._wake()
                 raise CommunicationError(f"rank {self.rank}: connecting with {peer.who} failed: {cause}")
 
     def channel(self, name: str, ranks: Sequence[int], *, generation: int = 0, priority: int = BULK) -> "Channel":
         """Return a channel; all its ranks must give the same name, ranks and generation.  priority: URGENT or BULK."""
         return Channel(self, name, tuple(ranks), generation, priority)
 
-    def announce(self, kind: str, text: str, key: str = "") -> None:
-        """Tell all peers something, now and after resets; with FAILED or LEFT, this rank is gone for them.
-
-        key: later announcements with the same key take this one's place.
-        """
-        self.outgoing.add(kind, text, key)
+    def announce(self, kind: str, text: str) -> None:
+        """Tell all peers something, now and after resets; with FAILED or LEFT, this rank is gone for them."""
+        said = f"{kind}\0{text}".encode(errors="replace")[:FACT_BYTES]
+        if said not in self.outgoing.said:
+            self.outgoing.said.append(said)
         self._to_pump.update(self.peers.values())
         self._wake()
 
@@ -144,18 +151,27 @@ class Link:
     ) -> None:  # fmt: skip
         """Wait up to `flush_s` until all that was sent is acknowledged, tell the peers, and end the thread.
 
+        Receives that are waited for fail at once, in whatever thread; sends too if `flush_s` is 0.
         waits: False returns at once, and leaves this to the thread.
         is_patient: a peer whose connection is being made again, or that still acknowledges, has up to a minute more.
         """
         if self._thread.is_alive():
             if self._ends_at is None:
+                self._ends_by = time.monotonic() + flush_s + LONGEST_FLUSH_S * (is_patient and flush_s > 0)
                 self._last_words, self._ends_at = (kind, text), time.monotonic() + flush_s
-                self._ends_by = self._ends_at + LONGEST_FLUSH_S * is_patient
+                for peer in list(self.peers.values()):
+                    peer.mail.fail("the link was closed", with_sends=not flush_s)
+                with self._changed:
+                    self._changed.notify_all()
                 self._wake()
             if waits and threading.current_thread() is not self._thread:
                 self._thread.join(flush_s + LONGEST_FLUSH_S + 2 * LEAVE_S)
         elif not self.is_closed:
             self._end()
+
+    def failure(self) -> BaseException | None:
+        """Return the exception that ends this script, if one is known."""
+        return self._errors.uncaught()
 
     def peer(self, rank: int) -> Peer:
         """Return a peer; CommunicationError if there is no such peer or the link was closed."""
@@ -170,7 +186,7 @@ class Link:
         self._wake()
 
     def _check_open(self) -> None:
-        if self.is_closed:
+        if self.is_closed or self._ends_at is not None:
             raise CommunicationError(f"rank {self.rank}: the link was closed, or belongs to this process's parent")
 
     def _wake(self) -> None:
@@ -178,8 +194,13 @@ class Link:
             if not self.is_closed:
                 os.eventfd_write(self._wakes, 1)
 
+    def _discard(self, peer: Peer, cause: str) -> None:
+        """Let the thread end a peer."""
+        peer.verdict = cause
+        self._to_pump.add(peer)
+
     def _at_exit(self) -> None:
-        error = getattr(sys, "last_value", None)  # the interpreter sets it for an exception that nobody caught
+        error = self.failure()
         text = "its script has ended" if error is None else f"{type(error).__name__}: {error}"
         kind, text = self.last_words or (LEFT if error is None else FAILED, text)
         self.close(kind=kind, text=text, is_patient=error is None)
@@ -199,27 +220,26 @@ class Link:
                     self._to_pump.pop().pump()
                 if (pause_s := time.monotonic() - ticked_at) >= TICK_S:
                     ticked_at += pause_s
-                    self._tick(ticked_at, pause_s)
+                    self._tick(ticked_at)
         except BaseException as error:
             cause = f"the link's thread has failed: {type(error).__name__}: {error}"
             logger.exception("rank %d: the link's thread has failed", self.rank)
         finally:
-            for peer in list(self.peers.values()):
+            for peer in {*self.peers.values(), *self._to_pump}:
                 peer.end(cause)
             self._end()
 
-    def _tick(self, now: float, pause_s: float) -> None:
+    def _tick(self, now: float) -> None:
         self.door.tick(now)
         for peer in list(self.peers.values()):
-            if pause_s > SILENT_S / 2:  # this process was stopped: the silence was its own
-                for lane in peer.lanes:
-                    lane.heard_at = min(now, lane.heard_at + pause_s)
             peer.tick(now)
-        if self._on_tick is not None:
+        newest = _Errors.newest()  # before `on_tick` looks at the progress, which may change meanwhile
+        if (on_tick := self.on_tick) is not None:
             try:
-                self._on_tick()
+                on_tick()
             except Exception:
                 logger.exception("rank %d: on_tick failed", self.rank)
+        self._errors.note(newest, self.outgoing.progress)
 
     def _has_left(self) -> bool:
         """Return True once this rank wants to end and its peers know."""
@@ -238,22 +258,24 @@ class Link:
                 self._facts.append(fact)
             self._changed.notify_all()
         try:
-            if self._on_change is not None:
-                self._on_change(fact)
+            if (on_change := self.on_change) is not None:
+                on_change(fact)
         except Exception:
             logger.exception("rank %d: on_change failed with %s", self.rank, fact)
 
     def _end(self) -> None:
         atexit.unregister(self._at_exit)
-        with self._lock:
+        with self._changed:
             self.is_closed = True
             os.close(self._wakes)
+            self._changed.notify_all()
         self.door.close()
         self._selector.close()
 
     def forget(self) -> None:
         """In a forked process: close its copies of the connections, which belong to the parent."""
         self._lock = threading.Lock()  # the parent's thread may have held it
+        self._changed = threading.Condition(self._lock)
         if not self.is_closed:
             for sock in (lane.sock for peer in self.peers.values() for lane in peer.lanes):
                 if sock is not None:
@@ -302,6 +324,30 @@ class Channel:
             stream = self._streams[kind] = stream_of(self.name, self.ranks, self.generation, kind)
         peer = self.link.peer(rank)
         return peer, stream, f"rank {self.link.rank}: a message '{kind}' on channel '{self.name}' {word} {peer.who}"
+
+
+class _Errors:
+    """Tells the exception that ends a script from that of a notebook's cell, after which progress was made.
+
+    Exceptions are known by their ids: to hold one would hold frames.
+    """
+
+    def __init__(self) -> None:
+        self._progress, self._seen, self._survived = 0, self.newest(), self.newest()
+
+    @staticmethod
+    def newest() -> int:
+        return id(getattr(sys, "last_value", None))  # which the interpreter sets to what nobody catches
+
+    def note(self, newest: int, progress: int) -> None:
+        if progress != self._progress:
+            self._progress, self._survived = progress, self._seen
+        elif newest != self._survived:
+            self._survived = 0  # another exception may get the same id
+        self._seen = newest
+
+    def uncaught(self) -> BaseException | None:
+        return None if self.newest() == self._survived else getattr(sys, "last_value", None)
 
 
 def _in_child() -> None:

@@ -193,17 +193,20 @@ class Mail:
         """Return True if not all that was sent is acknowledged."""
         return bool(self._sends)
 
-    def fail(self, cause: str) -> None:
-        """The peer is gone; what has arrived whole can still be received."""
+    def fail(self, cause: str, *, with_sends: bool = True) -> None:
+        """Let all waits fail, now and later; what has arrived whole can still be received."""
         with self._lock:
-            self.cause = cause
-            handles = [*self._sends.values(), *(one for one in self._receives.values() if one.max_bytes is not None)]
+            self.cause = self.cause or cause
+            handles: list[Handle] = [one for one in self._receives.values() if one.max_bytes is not None]
             self._receives = {
                 key: one for key, one in self._receives.items() if one.max_bytes is None and one.num_missing == 0
             }
-            self._sends.clear()
-            for queue in self._queues:
-                queue.clear()
+            self._num_awaited = 0
+            if with_sends:
+                handles += self._sends.values()
+                self._sends.clear()
+                for queue in self._queues:
+                    queue.clear()
         for handle in handles:
             handle.end(cause)
 
@@ -234,7 +237,7 @@ class Mail:
         key = frame.stream, frame.sequence
         with self._lock:
             receive = self._receives.get(key)
-            if frame.stream in self._cancelled:
+            if self.cause or frame.stream in self._cancelled:
                 return Receive()  # without memory
             if receive is None:
                 # While this rank waits for anything from the peer, it must read on: that may come behind this frame.
@@ -256,7 +259,8 @@ class Mail:
         """Note that a frame has been read."""
         with self._lock:
             receive.num_missing = (receive.num_missing or 0) - frame.length
-            if receive.num_missing or receive.max_bytes is None or frame.stream in self._cancelled:
+            is_unwanted = receive.max_bytes is None or self.cause or frame.stream in self._cancelled
+            if receive.num_missing or is_unwanted:
                 return
             self._receives.pop((frame.stream, frame.sequence), None)
             self._num_awaited -= 1

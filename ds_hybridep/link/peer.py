@@ -3,7 +3,6 @@
 
 import selectors
 import socket
-import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable
@@ -11,12 +10,11 @@ from enum import Enum
 from math import inf
 from typing import NamedTuple
 
-from ds_hybridep.link.lane import Lane
+from ds_hybridep.link.lane import BEAT_S, Lane, Lifeline
 from ds_hybridep.link.messages import BULK, URGENT, Mail
 from ds_hybridep.link.options import Options, tcp_info
-from ds_hybridep.link.wire import FACT_BYTES, Frame, Kind
+from ds_hybridep.link.wire import Frame, Kind
 
-BEAT_S = 1.0  # between heartbeats in each lane
 SILENT_S = 5.0  # a connection is given up if nothing comes for so long; a peer is then silent
 TRIAL_S = 1.0  # how long the start waits for the answer of a port that only the other side needs to reach
 REFUSED_S = 1.0  # a peer is gone if a port that has taken connections refuses them for so long
@@ -57,21 +55,7 @@ class Outgoing:
 
     def __init__(self) -> None:
         self.progress = 0  # a number of the caller's, which heartbeats carry
-        self.said: dict[str, tuple[int, bytes]] = {}  # announcements by key: number, and "kind\0text"
-        self.count = 0
-        self._lock = threading.Lock()
-
-    def after(self, number: int) -> list[tuple[int, bytes]]:
-        """Return what was announced after this number, in order."""
-        with self._lock:
-            return sorted(one for one in self.said.values() if one[0] > number)
-
-    def add(self, kind: str, text: str, key: str) -> None:
-        """Announce something, in the place of what had the same key."""
-        said = f"{kind}\0{text}".encode()[:FACT_BYTES]
-        with self._lock:
-            self.said[key or f"{kind} {text}"] = self.count + 1, said
-            self.count += 1
+        self.said: list[bytes] = []  # announcements: a kind, a zero byte and a text
 
 
 class Peer:
@@ -88,17 +72,19 @@ class Peer:
     def __init__(
         self, rank: int, who: str, mail: Mail, options: Options, timeout_s: float, selector: selectors.BaseSelector,
         *, dials: bool, dial: Callable[["Peer", int], None], on_change: Callable[[Fact], None],
-        outgoing: "Outgoing",
+        outgoing: Outgoing,
     ) -> None:  # fmt: skip
         self.rank, self.who, self.mail, self.options, self._timeout_s = rank, who, mail, options, timeout_s
         self._dials, self._dial, self._on_change = dials, dial, on_change
-        self.lanes = [
+        self._messages = [
             Lane(index, priority, mail, selector, self._told, self._dropped)
             for index, priority in enumerate([URGENT] * options.connections + [BULK] * options.connections)
         ]
+        self.lanes = [*self._messages, Lifeline(2 * options.connections, mail, selector, self._told, self._dropped)]
         self.state, self.instance, self.last_trouble = State.SILENT, b"", "no connection was made"
         self.progress = 0  # `Outgoing.progress` of the peer
         self.has_left = False  # in good order
+        self.verdict = ""  # why this rank itself wants no more of it
         self._outgoing = outgoing
         self._num_announced = self._num_facts = 0  # over this connection of lane 0; from the peer
         self._dial_at: dict[int, float] = defaultdict(float)  # by lane; never while an attempt is under way
@@ -108,6 +94,7 @@ class Peer:
         self._began_at = time.monotonic()
         self._refused_at = inf
         self._beaten_at = 0.0
+        self._ticked_at = time.monotonic()
 
     def is_connected(self) -> bool:
         """Return True if every lane has had a connection."""
@@ -125,15 +112,20 @@ class Peer:
 
     def pump(self) -> None:
         """Send and receive what callers have asked for."""
+        if self.verdict:
+            return self.end(self.verdict)
         if not self._beaten_at:
             self.tick(time.monotonic())
-        if self._num_announced < self._outgoing.count and self.lanes[0].sock is not None:
-            for number, said in self._outgoing.after(self._num_announced):
-                self.lanes[0].tell(Frame(Kind.FACT, len(said), sequence=number), said)
-                self._num_announced = number
-        for lane in self.lanes:
+        self._announce()
+        for lane in self._messages:
             lane.resume()
             lane.flush()
+
+    def _announce(self) -> None:
+        while self._num_announced < len(self._outgoing.said) and self.lanes[0].sock is not None:
+            said = self._outgoing.said[self._num_announced]
+            self._num_announced += 1
+            self.lanes[0].tell(Frame(Kind.FACT, len(said), sequence=self._num_announced), said)
 
     def attach(self, index: int, sock: socket.socket, received: int) -> None:
         """Give a lane a new connection, whose other side has got `received` frames."""
@@ -156,6 +148,8 @@ class Peer:
             self._num_facts = frame.sequence
             kind, _, text = payload.decode(errors="replace").partition("\0")
             if kind in (FAILED, LEFT):
+                self._announce()  # this rank may be about to leave, too
+                self.lanes[0].flush()
                 self.end(f"it has {kind}: {text}", kind)
             else:
                 self._on_change(Fact(self.rank, kind, text))
@@ -186,6 +180,7 @@ class Peer:
         """Do what is due: heartbeats, acknowledgements, dialling, and judging whether the peer lives."""
         if beats := now - self._beaten_at >= BEAT_S:
             self._beaten_at = now
+        self._count_silence(now)
         for lane in self.lanes:
             if lane.is_paused:  # its own doing
                 lane.heard_at = now
@@ -205,6 +200,20 @@ class Peer:
                 self._dial(self, index)
         self.judge(now)
 
+    def _count_silence(self, now: float) -> None:
+        """Note how long each lane has been silent, but for times when C code keeps the peer's interpreter busy."""
+        pause_s = now - self._ticked_at
+        is_own = pause_s > SILENT_S / 2  # this process was stopped: the silence was its own
+        is_busy = self.lanes[-1].heard_at - max(lane.heard_at for lane in self._messages) > 1.5 * BEAT_S
+        for lane in self.lanes:
+            if lane.heard_at >= self._ticked_at:
+                lane.silent_s = 0.0
+            elif is_own:
+                lane.heard_at = min(now, lane.heard_at + pause_s)
+            elif not is_busy:
+                lane.silent_s += pause_s
+        self._ticked_at = now
+
     def age_s(self) -> float:
         """Return the seconds since the peer was heard."""
         listening = [lane for lane in self.lanes if not lane.is_paused] or self.lanes
@@ -219,9 +228,7 @@ class Peer:
 
     def judge(self, now: float) -> None:
         """Find out whether the peer is alive, silent or gone."""
-        if (
-            now - min(lane.heard_at for lane in self.lanes) > self._timeout_s
-        ):  # what one lane carries is lost without it
+        if max(lane.silent_s for lane in self._messages) > self._timeout_s:  # what one carries is lost without it
             self.end(f"nothing was heard of it for {self._timeout_s:g} s; last, {self.last_trouble}", LOST)
         elif now - self._refused_at > REFUSED_S:
             self.end("its connections were closed and its port takes no new ones: its process has ended")
@@ -241,4 +248,5 @@ class Peer:
                 lane.drop(cause)
                 lane.kept.clear()
             self.mail.fail(cause)
-            self._on_change(Fact(self.rank, kind, cause))
+            if not self.verdict:
+                self._on_change(Fact(self.rank, kind, cause))

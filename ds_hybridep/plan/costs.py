@@ -8,7 +8,7 @@ from typing import Literal
 from ds_hybridep.errors import PlanError
 from ds_hybridep.plan.cluster import Cluster
 from ds_hybridep.plan.depth import return_depth
-from ds_hybridep.plan.layout import CodecCost, Layout, Rates
+from ds_hybridep.plan.layout import Layout, Rates
 from ds_hybridep.plan.packets import Part
 from ds_hybridep.plan.slots import part_of
 from ds_hybridep.plan.token_route import expected_rows
@@ -28,7 +28,7 @@ def row_counts(layout: Layout, workload: Workload) -> tuple[float, ...]:
     """Rows that one rank sends over each level in one dispatch; DeepSpeed's layer sends each expert's capacity."""
     model = workload.model
     if layout.is_padded:
-        rows_per_peer = workload.expert_capacity * model.num_experts / layout.group_size
+        rows_per_peer = padded_rows(layout, workload)
         # (span_l - 1) span_(l+1) span_(l+2) ... peers differ from the rank first at level l.
         peers = ((span - 1) * math.prod(layout.spans[level + 1 :]) for level, span in enumerate(layout.spans))
         return tuple(count * rows_per_peer for count in peers)
@@ -38,32 +38,9 @@ def row_counts(layout: Layout, workload: Workload) -> tuple[float, ...]:
     return tuple(workload.row_scale * count for count in rows)
 
 
-def packet_bytes(layout: Layout, workload: Workload, way: Way) -> tuple[float, ...]:
-    """Bytes of one layer's packets that one rank sends over each level.  Source: experts/replicas.py.
-
-    Weights travel over the slowest level first.  At level l, with domain size S_l, a rank sends S_l - 1 neighbours its
-    own experts and (S_j - 1) S_(j+1) ... S_(l-1) times as many that came over each slower level j, in level j's codec.
-    Gradients go the opposite way.  Each level sums them, so the codec of a level applies to all that it carries.
-    """
-    sizes = layout.domain_sizes
-    weights = [_owned_bytes(layout, workload, codecs.weight, "weights") for codecs in layout.codecs]
-    gradients = [_owned_bytes(layout, workload, codecs.gradient, "gradients") for codecs in layout.codecs]
-    result = []
-    for level, size in enumerate(sizes):
-        if way == "weights":
-            held = weights[level]
-            for slower in range(level):
-                held += (sizes[slower] - 1) * math.prod(sizes[slower + 1 : level]) * weights[slower]
-        else:
-            held = math.prod(sizes[:level]) * gradients[level]
-        result.append((size - 1) * held)
-    return tuple(result)
-
-
-def _owned_bytes(layout: Layout, workload: Workload, codec: CodecCost, way: Way) -> float:
-    """Bytes of one message with the experts of a layer that a rank owns."""
-    num_owned = experts_per_rank(layout, workload)
-    return codec.message_bytes(expert_parts(workload, num_owned), workload.param_bytes)
+def padded_rows(layout: Layout, workload: Workload) -> float:
+    """Rows that DeepSpeed's layer sends to each other rank in a dispatch: the capacity of its experts."""
+    return workload.expert_capacity * workload.model.num_experts / layout.group_size
 
 
 @lru_cache(maxsize=64)
@@ -88,36 +65,6 @@ def experts_per_rank(layout: Layout, workload: Workload) -> int:
             f"{num_experts} experts cannot be shared evenly by an expert-parallel group of {layout.group_size} ranks"
         )
     return num_experts // layout.group_size
-
-
-def experts_s(layout: Layout, workload: Workload, rates: Rates) -> float:
-    """Forward seconds of a layer's experts; DeepSpeed's layer computes the full capacity.  Source: paper (1), (2)."""
-    flops_per_s = rates.expert_flops_per_s or rates.flops_per_s
-    rows = workload.expert_capacity * workload.model.num_experts if layout.is_padded else workload.expert_rows
-    return rows * workload.expert_flops_per_row / flops_per_s
-
-
-def encode_s(layout: Layout, workload: Workload, way: Way) -> float:
-    """Seconds to encode what a rank sends of one layer: weights once for each codec, and each gradient message."""
-    own_bytes, codecs = _own_bytes(layout, workload), layout.codecs
-    if way == "weights":
-        used = {codecs[level].weight for level in layout.gather_levels}
-        return math.fsum(own_bytes / codec.encode_bytes_per_s for codec in used)
-    return math.fsum(
-        gradient_messages(layout, level) * own_bytes / codecs[level].gradient.encode_bytes_per_s
-        for level in layout.gather_levels
-    )
-
-
-def decode_s(layout: Layout, workload: Workload, way: Way) -> float:
-    """Seconds to decode what one rank receives of one layer; a replica is decoded once, on the rank that keeps it."""
-    own_bytes, codecs, total = _own_bytes(layout, workload), layout.codecs, 0.0
-    for level in layout.gather_levels:
-        if way == "weights":
-            total += replicas_over(layout, level) * own_bytes / codecs[level].weight.decode_bytes_per_s
-        else:
-            total += gradient_messages(layout, level) * own_bytes / codecs[level].gradient.decode_bytes_per_s
-    return total
 
 
 def has_patches(layout: Layout) -> bool:
@@ -158,11 +105,6 @@ def host_traffic_s(layout: Layout, workload: Workload, rates: Rates, way: Way) -
         per_param = gradient_residuals(layout, workload)
     num_params = experts_per_rank(layout, workload) * workload.expert_travel_params
     return 2 * num_params * per_param / rates.host_bytes_per_s
-
-
-def _own_bytes(layout: Layout, workload: Workload) -> int:
-    """Bytes of weights, or of gradients, of the experts of one layer that a rank owns."""
-    return experts_per_rank(layout, workload) * workload.expert_travel_bytes
 
 
 def replicas_over(layout: Layout, level: int) -> int:

@@ -122,13 +122,11 @@ class Rates:
 class SyncModel:
     """How ranks sum the gradients of parameters that several ranks hold, and gather the parameters.
 
-    algorithm: "hierarchical": level by level, with the levels' codecs (`plan.sync_stages`); "ring": DeepSpeed's rings.
-    reduce_passes: passes of a ring that sums: 2 for an all-reduce (as in ZeRO-1 over gloo), 1 for a reduce-scatter.
+    algorithm: "hierarchical": level by level, with the levels' codecs (`plan.held`); "ring": DeepSpeed's rings.
     factor: measured bytes over the bytes that this model predicts.
     """
 
     algorithm: Literal["ring", "hierarchical"] = "hierarchical"
-    reduce_passes: float = 2.0
     factor: float = 1.0
 
 

@@ -2,7 +2,9 @@
 """Memory of a layout on one rank: state, activations, and an allowance."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 from ds_hybridep.plan.activations import Activations, activations_of
 from ds_hybridep.plan.cluster import Cluster
@@ -14,14 +16,68 @@ from ds_hybridep.plan.costs import (
     lossy_weight_values,
 )
 from ds_hybridep.plan.depth import leaving_depth
+from ds_hybridep.plan.held import dense_parameters, shared_experts
 from ds_hybridep.plan.layout import Layout
-from ds_hybridep.plan.sync_stages import before_step_bytes, dense_parameters, shared_experts, sync_residual_bytes
 from ds_hybridep.plan.workload import ADAM_BYTES, MASTER_BYTES, Workload
 
 # Memory beside the model's tensors: 1 GB for libraries, their buffers and what encoding takes for a moment, 2 GB for
 # two of DeepSpeed's buckets.
 WORKSPACE_BYTES = 3e9
 FRAGMENTATION = 0.05  # share of activations that the allocator loses, because they come and go
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerNeeds:
+    """Bytes of one layer on one rank.  The fields that last between steps come first.
+
+    replicas: weights of the domain's other experts, in the type they are trained in.
+    codecs, host: mirrors, fp32 values of 16-bit replicas, residuals, and encoders' state, on the device and the host.
+    staging: copies of owned weights that travel unencoded, from a step to the next forward.
+    sent: what patches sent last, during the optimizer step.
+    sums: of replicas' gradients, fp32.
+    own_sums: sums of the owned experts' gradients while they return.
+    residuals: of a step, until it is applied.
+    """
+
+    replicas: float = 0
+    codecs: float = 0
+    host: float = 0
+    staging: float = 0
+    sent: float = 0
+    sums: float = 0
+    own_sums: float = 0
+    residuals: float = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryNeeds:
+    """Bytes on one rank beside what DeepSpeed holds, without packets and other short-lived buffers.
+
+    replicas, codecs, staging, host: of all layers, as in `LayerNeeds`.
+    gradient_sums: the most that sums of replicas' gradients take in a step.
+    returns: the most that returning gradients take beside these sums, and residuals until the step is applied.
+    step: what patches sent last, during the optimizer step.
+    host_returns: residuals in host memory, from the return of gradients until the step is applied.
+    """
+
+    replicas: float = 0
+    codecs: float = 0
+    staging: float = 0
+    gradient_sums: float = 0
+    returns: float = 0
+    step: float = 0
+    host: float = 0
+    host_returns: float = 0
+
+    @property
+    def after_step(self) -> float:
+        """Bytes on the device while new weights travel."""
+        return self.replicas + self.codecs + self.staging
+
+    @property
+    def total(self) -> float:
+        """The most bytes on the device in a step."""
+        return self.replicas + self.codecs + max(self.staging, self.gradient_sums + self.returns, self.step)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,20 +123,20 @@ def memory_of(cluster: Cluster, layout: Layout, workload: Workload) -> Memory:
     world, group = cluster.num_ranks, layout.group_size
     owned = experts_per_rank(layout, workload)
     all_owned = model.num_moe_layers * owned
-    on_device, on_host = _replicas(layout, workload)
+    replicas = _replicas(layout, workload)
     held = [find(cluster, layout, workload) for find in (dense_parameters, shared_experts)]
-    synced = math.fsum(sync_residual_bytes(one, workload) for one in held)
+    synced = 2 * math.fsum(one.residual_bytes for one in held)  # residuals, and new ones until the step is applied
     is_on_host = layout.state == "host"
     expert_bytes = state_bytes(model.expert_params, workload.expert_travel_params, workload, world // group)
     return Memory(
         dense_bytes=state_bytes(model.dense_params, workload.dense_train_params, workload, world),
         owned_expert_bytes=all_owned * expert_bytes,
-        replica_bytes=all_owned * on_device,
+        replica_bytes=replicas.total,
         sync_bytes=0.0 if is_on_host else synced,
-        host_bytes=all_owned * on_host + (synced if is_on_host else 0.0),
+        host_bytes=replicas.host + replicas.host_returns + (synced if is_on_host else 0.0),
         **working_bytes(
             activations_of(workload, num_experts_held=owned * layout.domain_size, is_padded=layout.is_padded),
-            math.fsum(before_step_bytes(one, workload) for one in held),
+            math.fsum(one.before_step_bytes for one in held),
         ),
     )
 
@@ -91,42 +147,47 @@ def working_bytes(activations: Activations, in_step: float = 0.0) -> dict[str, f
     return {"activation_bytes": most, "workspace_bytes": WORKSPACE_BYTES + FRAGMENTATION * most}
 
 
-def _replicas(layout: Layout, workload: Workload) -> tuple[float, float]:
-    """Bytes (on the device, on the host) of working copies for one owned expert.  Source: experts/replicas.py.
+def _replicas(layout: Layout, workload: Workload) -> MemoryNeeds:
+    """Memory of working copies.  Source: experts/replicas.py.
 
     Each owned parameter in a domain of M ranks has:
 
         copies          M - 1 of the parameter's type
-        residuals       one for each lossy message of gradients; until the step is applied, a new one takes the place
-                        of sums; with one micro-step, all layers have it
+        residuals       one for each lossy message of gradients, and a new one until the step is applied
         lossy weights   a 4 B mirror of the owned weights for each codec; 4 B copies if their type is smaller
-        sums            M - 1 of 4 B in all layers; with one micro-step, only in layers that leave (`leaving_depth`)
-        returned sums   4 B in the layers in flight
-        staging         one if owned weights leave as they are; not at the same time as sums
-        sent last       one if weights leave as patches, while the optimizer step is applied; not at the same time as
-                        sums and new residuals
+        sums            M - 1 of 4 B, and one of what returns
+        staging         one if owned weights leave as they are
+        sent last       one if weights leave as patches
 
-    The layers in flight are `layers_in_flight` + 1.  If the host keeps the state, it keeps residuals, mirrors and 4 B
-    copies.  Frozen parameters have copies only.
+    Frozen parameters have copies only.
     """
-    size, element = layout.domain_size, workload.param_bytes
-    if size == 1:
-        return 0.0, 0.0
-    layers, trained = workload.model.num_moe_layers, workload.expert_travel_params
-    depth = layers_in_flight(layout, workload)
-    leaving = leaving_depth(len(layout.gather_levels), depth, layout.prefetch_depth)
-    window, sent_window = (min(one + 1, layers) / layers for one in (depth, leaving))
-    copies = (size - 1) * element * workload.model.expert_params
-    sent = element * has_patches(layout)
-    residuals = gradient_residuals(layout, workload)
-    summed, renewed = (1.0, window) if workload.micro_steps > 1 else (sent_window, 1.0)
-    sums = MASTER_BYTES * ((size - 1) * summed + window)
-    kept = residuals + MASTER_BYTES * lossy_weight_values(layout, workload)
+    num_others, element = layout.domain_size - 1, workload.param_bytes
+    if not num_others:
+        return MemoryNeeds()
+    owned = experts_per_rank(layout, workload)
+    trained = owned * workload.expert_travel_params
+    residuals = trained * gradient_residuals(layout, workload)
+    kept = residuals + trained * MASTER_BYTES * lossy_weight_values(layout, workload)
     sends_exactly = any(not layout.codecs[level].weight.is_lossy for level in layout.gather_levels)
-    staging = element * sends_exactly
-    if layout.state == "host":
-        return copies + trained * max(sums, staging, sent), trained * (kept + residuals)
-    return copies + trained * (kept + max(sums + residuals * renewed, staging, sent)), 0.0
+    is_on_host = layout.state == "host"
+    layer = LayerNeeds(
+        replicas=owned * num_others * element * workload.model.expert_params,
+        codecs=0.0 if is_on_host else kept,
+        host=kept if is_on_host else 0.0,
+        staging=trained * element * sends_exactly,
+        sent=trained * element * has_patches(layout),
+        sums=trained * MASTER_BYTES * num_others,
+        own_sums=trained * MASTER_BYTES,
+        residuals=residuals,
+    )
+    return needs_of(
+        [layer] * workload.model.num_moe_layers,
+        depth=layers_in_flight(layout, workload),
+        prefetch_depth=layout.prefetch_depth,
+        num_levels=len(layout.gather_levels),
+        is_on_host=is_on_host,
+        accumulates=workload.micro_steps > 1,
+    )
 
 
 def state_bytes(num_params: float, num_trained: float, workload: Workload, num_holders: int) -> float:
@@ -135,3 +196,43 @@ def state_bytes(num_params: float, num_trained: float, workload: Workload, num_h
     optimizer = num_trained * (ADAM_BYTES + master_bytes) / (num_holders if workload.zero_stage >= 1 else 1)
     gradients = num_trained * workload.param_bytes / (num_holders if workload.zero_stage >= 2 else 1)
     return num_params * workload.param_bytes + gradients + optimizer
+
+
+def needs_of(
+    layers: Sequence[LayerNeeds],
+    *,
+    depth: int,
+    prefetch_depth: int,
+    num_levels: int,
+    is_on_host: bool,
+    accumulates: bool,
+) -> MemoryNeeds:
+    """What replicas of these layers need.
+
+    The planner knows the bytes of a layer by formula, the estimator (`integration.estimate`) from a model.
+
+    depth: layers between the start of a gradient's return and the wait for it; see `depth.return_depth`.
+    num_levels: levels that a domain spans.
+    is_on_host: the host keeps what codecs keep.
+    accumulates: several micro-steps are added up, and the gradient sums of all layers wait for the last one.
+    """
+
+    def most(name: str, beside: int | None = None) -> float:
+        """Of `beside` + 1 neighbouring layers; None: of all layers."""
+        ends: list[float] = [0, *accumulate(getattr(layer, name) for layer in layers)]
+        width = len(layers) if beside is None else min(beside + 1, len(layers))
+        return max(ends[end] - ends[end - width] for end in range(width, len(ends)))
+
+    # Once a layer's gradients are sent, new residuals take the place of its larger sums.
+    in_flight = 0 if is_on_host else most("residuals", depth if accumulates else None)
+    leaving = None if accumulates else leaving_depth(num_levels, depth, prefetch_depth)
+    return MemoryNeeds(
+        replicas=most("replicas"),
+        codecs=most("codecs"),
+        staging=most("staging"),
+        gradient_sums=most("sums", leaving),
+        returns=most("own_sums", depth) + in_flight,
+        step=most("sent"),
+        host=most("host"),
+        host_returns=most("residuals") if is_on_host else 0,
+    )

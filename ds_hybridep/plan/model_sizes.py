@@ -73,7 +73,7 @@ def _from_hugging_face(content: Mapping[str, Any], name: str) -> MoEModel:
         expert_shapes += ((expert_ffn,), (expert_ffn,), (hidden,))
     shared_ffn = _integer(content, "shared_expert_intermediate_size", name, 0)
     shared_ffn += _integer(content, "n_shared_experts", name, 0) * expert_ffn
-    attention, width = _attention(content, hidden, name)
+    attention, width, widths = _attention(content, hidden, name)
     router: tuple[Shape, ...] = ((experts, hidden), (experts,)) if has_bias else ((experts, hidden),)
     shared = _ffn_matrices(hidden, shared_ffn) if shared_ffn else ()
     in_layers: list[Shape] = []
@@ -100,7 +100,7 @@ def _from_hugging_face(content: Mapping[str, Any], name: str) -> MoEModel:
         stacks_experts=True,  # as in AutoEP
         known_widths=Widths(
             num_layers=layers,
-            **_attention_widths(content, hidden, name),
+            **widths,
             expert_ffn=expert_ffn,
             shared_ffn=shared_ffn,
             dense_ffn=dense_ffn if len(moe_layers) < layers else 0,
@@ -126,48 +126,31 @@ def _moe_layers(content: Mapping[str, Any], layers: int) -> set[int]:
     return {layer for layer in range(first, layers) if layer not in dense and (layer + 1) % step == 0}
 
 
-def _attention(content: Mapping[str, Any], hidden: int, name: str) -> tuple[tuple[Shape, ...], int]:
-    """(shapes of tensors, heads x head size) of one layer's attention."""
+def _attention(content: Mapping[str, Any], hidden: int, name: str) -> tuple[tuple[Shape, ...], int, dict[str, int]]:
+    """(shapes of tensors, heads x head size, elements of a token as in `Widths`) of one layer's attention."""
     heads = _integer(content, "num_attention_heads", name)
     if "kv_lora_rank" in content:  # multi-head latent attention: low-rank queries, keys and values
         kv_rank, value_size = _integer(content, "kv_lora_rank", name), _integer(content, "v_head_dim", name)
         rope_size = _integer(content, "qk_rope_head_dim", name)
         nope_size = _integer(content, "qk_nope_head_dim", name)
         query_rank = int(content.get("q_lora_rank") or 0)
-        query_width = heads * (nope_size + rope_size)
-        query = ((query_rank, hidden), (query_width, query_rank)) if query_rank else ((query_width, hidden),)
-        shapes = (
-            *query,
-            (kv_rank + rope_size, hidden),
-            (heads * (nope_size + value_size), kv_rank),
-            (hidden, heads * value_size),
-        )
-        return shapes, heads * (nope_size + rope_size + value_size) // 2
-    head_size = _integer(content, "head_dim", name, hidden // heads)
-    kv_heads = _integer(content, "num_key_value_heads", name, heads)
-    width, kv_width = heads * head_size, kv_heads * head_size
-    projections = (width, hidden), (kv_width, hidden), (kv_width, hidden), (hidden, width)
-    biases = tuple((rows,) for rows, _ in projections) if content.get("attention_bias") else ()
-    return (*projections, *biases), width
-
-
-def _attention_widths(content: Mapping[str, Any], hidden: int, name: str) -> dict[str, int]:
-    """Elements of a token in one layer's attention; see `Widths`."""
-    heads = _integer(content, "num_attention_heads", name)
-    if "kv_lora_rank" in content:
-        size = _integer(content, "qk_nope_head_dim", name) + _integer(content, "qk_rope_head_dim", name)
-        width = key = heads * size
-        value = out = heads * _integer(content, "v_head_dim", name)
-        norms = int(content.get("q_lora_rank") or 0) + _integer(content, "kv_lora_rank", name)
+        query = key = heads * (nope_size + rope_size)
+        value = out = heads * value_size
+        norms = query_rank + kv_rank
+        shapes: tuple[Shape, ...] = ((query_rank, hidden), (query, query_rank)) if query_rank else ((query, hidden),)
+        shapes += ((kv_rank + rope_size, hidden), (heads * (nope_size + value_size), kv_rank), (hidden, value))
+        width = heads * (nope_size + rope_size + value_size) // 2
     else:
         head_size = _integer(content, "head_dim", name, hidden // heads)
+        width = query = out = heads * head_size
         key = value = _integer(content, "num_key_value_heads", name, heads) * head_size
-        width = out = heads * head_size
+        shapes = (query, hidden), (key, hidden), (value, hidden), (hidden, out)
+        if content.get("attention_bias"):
+            shapes += tuple((rows,) for rows, _ in shapes)
         # Qwen3 normalises queries and keys.
         norms = width + key if str(content.get("model_type", "")).startswith("qwen3") else 0
-    return {
-        "query": width, "key": key, "value": value, "attention_out": out, "num_heads": heads, "attention_norms": norms,
-    }  # fmt: skip
+    sizes = {"query": query, "key": key, "value": value, "attention_out": out}
+    return shapes, width, {**sizes, "num_heads": heads, "attention_norms": norms}
 
 
 def _first(content: Mapping[str, Any], keys: tuple[str, ...], name: str) -> int:

@@ -58,13 +58,10 @@ def pipelines(
     end_s = share * (terms.dense_sync_s + terms.expert_sync_s + terms.optimizer_s) + rates.step_s
     border_bytes = ranks_below(cluster)[0] * workload.tokens_per_rank * workload.row_bytes  # of a micro-batch
     bandwidth = known_or_assumed_bandwidths(cluster)[0] / rates.wire_factor
-    schedule = _Schedule(
-        num_stages, num_batches, forward_s, backward_s, border_bytes / bandwidth, latencies_of(cluster)[0]
-    )
-    # A stage in the middle sends activations on and gradients back over the same uplink.
+    transfer_s, latency_s = border_bytes / bandwidth, latencies_of(cluster)[0]
     sent = num_batches * border_bytes * min(num_stages - 1, 2)
     for ahead in range(1, MOST_AHEAD + 1):
-        busy_s = schedule.run(ahead)
+        busy_s = schedule_s(num_stages, num_batches, ahead, forward_s + backward_s, transfer_s, latency_s)
         yield Pipeline(
             step_s=busy_s + end_s,
             bubble_s=busy_s - num_batches * (forward_s + backward_s),
@@ -84,52 +81,23 @@ def _passes_s(whole: StepPrediction, workload: Workload, rates: Rates) -> tuple[
     return forward_s, computing + tokens - forward_s
 
 
-@dataclass(frozen=True)
-class _Schedule:
-    num_stages: int
-    num_batches: int
-    forward_s: float
-    backward_s: float
-    transfer_s: float
-    latency_s: float
+def schedule_s(
+    num_stages: int, num_batches: int, ahead: int, batch_s: float, transfer_s: float, latency_s: float
+) -> float:
+    """Seconds until the first stage has done its last backward.
 
-    def run(self, ahead: int) -> float:
-        """Seconds until the first stage has done its last backward."""
-        clocks, links = [0.0] * self.num_stages, [0.0] * self.num_stages  # a link is a stage's uplink
-        programs = [self._program(stage, ahead) for stage in range(self.num_stages)]
-        at = [0] * self.num_stages
-        arrived: dict[tuple[int, bool, int], float] = {}  # (stage, is_backward, batch) -> when its input arrives
-        for batch in range(self.num_batches):
-            arrived[0, False, batch] = 0.0
-        runnable = [0]
-        while runnable:
-            stage = runnable.pop()
-            while at[stage] < len(programs[stage]):
-                is_backward, batch = programs[stage][at[stage]]
-                begin_s = arrived.get((stage, is_backward, batch))
-                if begin_s is None:
-                    break
-                clocks[stage] = max(clocks[stage], begin_s) + (self.backward_s if is_backward else self.forward_s)
-                at[stage] += 1
-                if stage == self.num_stages - 1 and not is_backward:
-                    arrived[stage, True, batch] = clocks[stage]
-                    continue
-                neighbour = stage + (-1 if is_backward else 1)
-                if neighbour >= 0:
-                    links[stage] = max(links[stage], clocks[stage]) + self.transfer_s
-                    arrived[neighbour, is_backward, batch] = links[stage] + self.latency_s
-                    runnable.append(neighbour)
-        return clocks[0]
+    A stage works `batch_s` on a batch, or its uplink sets the pace.  After as many batches as the first stage begins
+    with, the next one waits until the first has come back.  Exact for two stages; for more, this leaves out that a
+    backward may wait for a forward.
 
-    def _program(self, stage: int, ahead: int) -> list[tuple[bool, int]]:
-        """(is_backward, batch) in the order in which a stage takes them."""
-        first = min(forwards_ahead(self.num_stages, stage, ahead), self.num_batches)
-        program = [(False, batch) for batch in range(first)]
-        for batch in range(self.num_batches):
-            if first + batch < self.num_batches:
-                program.append((False, first + batch))
-            program.append((True, batch))
-        return program
+    transfer_s, latency_s: of a batch over one border.
+    """
+    back_s = num_stages * batch_s + 2 * (num_stages - 1) * (transfer_s + latency_s)
+    # A stage in the middle sends activations on and gradients back over the same uplink.
+    pace_s = max(batch_s, min(num_stages - 1, 2) * transfer_s)
+    in_flight = min(forwards_ahead(num_stages, 0, ahead) + 1, num_batches)
+    rounds, rest = divmod(num_batches - 1, in_flight)
+    return back_s + rounds * max(back_s, in_flight * pace_s) + rest * pace_s
 
 
 def forwards_ahead(num_stages: int, stage: int, ahead: int) -> int:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Search for the plan of least step time: expert group x domain sizes x codecs x prefetch depth x token exchange."""
+"""Search for the plan of least step time: expert group x domain sizes x codecs x token exchange."""
 
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
@@ -8,7 +8,7 @@ from typing import Any
 
 from ds_hybridep.errors import PlanError
 from ds_hybridep.plan.cluster import Cluster, divisors
-from ds_hybridep.plan.layout import IDENTITY, ExpertGroup, Layout, LevelCodecs
+from ds_hybridep.plan.layout import ExpertGroup, Layout, LevelCodecs
 from ds_hybridep.plan.memory import Memory
 from ds_hybridep.plan.question import Question
 from ds_hybridep.plan.rivals import Alternative, alternatives, lacking_note
@@ -105,7 +105,7 @@ def make_plan(question: Question) -> Plan:
     others = [replace(one, reason=_why_lost(one, best)) for one in candidates if one is not best]
     others.sort(key=lambda one: (one.lacking_bytes > 0, one.step_s))
     runner_up = next((one for one in others if not one.lacking_bytes), None)
-    best = _with_least_depth(question, replace(best, reason=_why_won(best, runner_up)))
+    best = replace(best, reason=_why_won(best, runner_up))
     return Plan(question.cluster, best, runner_up, tuple(others), tuple(alternatives(question)))
 
 
@@ -122,7 +122,7 @@ def price_all(question: Question) -> Iterator[Candidate]:
         for domain_sizes in itertools.product(*map(divisors, spans)):
             allowed = (question.codecs_over(level, size) for level, size in enumerate(domain_sizes))
             for codecs in itertools.product(*allowed):
-                layout = Layout(spans=spans, domain_sizes=domain_sizes, codecs=question.with_tokens(codecs))
+                layout = Layout(spans=spans, domain_sizes=domain_sizes, codecs=codecs)
                 candidate = _price(question, group, layout)
                 yield candidate
                 if candidate.lacking_bytes and candidate.memory.copies_bytes:
@@ -132,31 +132,10 @@ def price_all(question: Question) -> Iterator[Candidate]:
 
 
 def _price(question: Question, group: ExpertGroup, layout: Layout) -> Candidate:
-    """Price the layout with the faster exchange and the greatest depth that fits: a smaller depth is never faster."""
-    layout = _with_fitting_depth(question, layout)
+    """Price the layout with the faster exchange."""
     memory, lacking = question.memory(layout)
     layout, prediction = question.with_best_exchange(layout)
     return Candidate(group=group, layout=layout, prediction=prediction, memory=memory, lacking_bytes=lacking)
-
-
-def _with_fitting_depth(question: Question, layout: Layout) -> Layout:
-    """The layout with the greatest depth that fits, or with the least depth if none fits."""
-    deepest_first = [replace(layout, prefetch_depth=depth) for depth in sorted(question.depths, reverse=True)]
-    fitting = (one for one in deepest_first if not question.memory(one)[1])
-    return next(fitting, deepest_first[-1])
-
-
-def _with_least_depth(question: Question, candidate: Candidate) -> Candidate:
-    """The candidate with the least depth that is as fast, up to a tenth of a tie."""
-    if candidate.layout.domain_size == 1:
-        return candidate
-    for depth in sorted(question.depths):
-        layout = replace(candidate.layout, prefetch_depth=depth)
-        prediction = question.predict(layout)
-        if prediction.step_s <= candidate.step_s * (1 + TIE / 10):
-            memory, _ = question.memory(layout)
-            return replace(candidate, layout=layout, prediction=prediction, memory=memory)
-    return candidate
 
 
 def _simplest_of_the_fastest(candidates: Sequence[Candidate]) -> Candidate:
@@ -195,8 +174,8 @@ def _largest_difference(slower: Candidate, faster: Candidate) -> tuple[float, st
 
 
 def codecs_label(codecs: LevelCodecs) -> str:
-    """Label of the codecs of one level, without the codec of token rows."""
-    return EXACT if replace(codecs, token=IDENTITY) == LevelCodecs() else codecs.label
+    """Label of the codecs of one level."""
+    return EXACT if codecs == LevelCodecs() else codecs.label
 
 
 def _candidate_json(candidate: Candidate) -> dict[str, Any]:
@@ -208,10 +187,8 @@ def _candidate_json(candidate: Candidate) -> dict[str, Any]:
         "domain_sizes": list(layout.domain_sizes),
         "weight_codecs": [codecs.weight.name for codecs in layout.codecs],
         "gradient_codecs": [codecs.gradient.name for codecs in layout.codecs],
-        "token_codecs": [codecs.token.name for codecs in layout.codecs],
         "dense_weight_codecs": [codecs.dense_weight.name for codecs in layout.codecs],
         "dense_gradient_codecs": [codecs.dense_gradient.name for codecs in layout.codecs],
-        "prefetch_depth": layout.prefetch_depth,
         "token_exchange": layout.exchange,
         "step_s": rounded(candidate.step_s),
         "terms_s": _rounded_values(candidate.prediction.terms.as_dict()),

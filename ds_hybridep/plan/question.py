@@ -1,15 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """A question to the planner: a job, the open choices, and the price of each choice."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from ds_hybridep.errors import PlanError
 from ds_hybridep.plan.cluster import Cluster, divisors
 from ds_hybridep.plan.layout import (
     BY_DEEPSPEED,
-    IDENTITY,
-    CodecCost,
     ExpertGroup,
     Layout,
     LevelCodecs,
@@ -20,8 +17,6 @@ from ds_hybridep.plan.memory import Memory, memory_of
 from ds_hybridep.plan.stream_model import StepPrediction, predict
 from ds_hybridep.plan.workload import Workload
 
-DEFAULT_DEPTHS = (0, 1, 2, 4)
-
 
 @dataclass(frozen=True, kw_only=True)
 class Question:
@@ -29,7 +24,6 @@ class Question:
 
     sync: how our own layouts sum and gather; DeepSpeed's layouts use its rings.
     codecs: sets of codecs to try at each level; levels that nothing crosses take the first set.
-    token_codecs: codecs of rows on their way to experts, one for each level; empty: none. Alternatives have none.
     """
 
     cluster: Cluster
@@ -38,8 +32,6 @@ class Question:
     sync: SyncModel = SyncModel()
     groups: tuple[ExpertGroup, ...] = ()  # groups to try; empty: `candidate_groups`
     codecs: tuple[LevelCodecs, ...] = (LevelCodecs(),)
-    token_codecs: tuple[CodecCost, ...] = ()
-    depths: tuple[int, ...] = DEFAULT_DEPTHS
     memory_bytes: float | None = None  # of one GPU; None: not limited
     host_memory_bytes: float | None = None  # of the host, for each GPU; None: not limited
 
@@ -47,11 +39,6 @@ class Question:
         """Codec sets that make a difference at a level; DeepSpeed's sums use no codecs."""
         is_crossed = domain_size > 1 or (self.sync.algorithm == "hierarchical" and self.cluster.sizes[level] > 1)
         return self.codecs if is_crossed else self.codecs[:1]
-
-    def with_tokens(self, codecs: Sequence[LevelCodecs]) -> tuple[LevelCodecs, ...]:
-        """Add the codecs of tokens to the codecs of each level."""
-        tokens = self.token_codecs or (IDENTITY,) * len(codecs)
-        return tuple(replace(of_level, token=token) for of_level, token in zip(codecs, tokens, strict=True))
 
     @property
     def expert_groups(self) -> tuple[ExpertGroup, ...]:

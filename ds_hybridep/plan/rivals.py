@@ -4,7 +4,7 @@
 from dataclasses import dataclass, replace
 
 from ds_hybridep.plan.cluster import Cluster
-from ds_hybridep.plan.layout import ExpertGroup, Layout, LevelCodecs, Rates
+from ds_hybridep.plan.layout import ExpertGroup, Layout, LevelCodecs
 from ds_hybridep.plan.memory import Memory, memory_of
 from ds_hybridep.plan.pipeline import pipelines
 from ds_hybridep.plan.question import Question, largest_group
@@ -137,23 +137,3 @@ def _elsewhere(
         crossing_bytes=crossing_bytes,
         note=f"{lacking_note(lacking) + '; ' if lacking else ''}not provided here; {note}",
     )
-
-
-def break_even_tokens(question: Question, *, is_deduplicated: bool) -> float | None:
-    """Tokens per rank and micro-step above which moving all experts over level 0 takes fewer bytes than moving tokens.
-
-    The function compares an optimizer step with one domain at level 0 to one with none.  The exchange of tokens is
-    de-duplicated, or padded by DeepSpeed; its bytes grow in proportion to tokens.  None if groups fit into one child.
-    """
-    cluster = question.cluster
-    spans = max((group.spans(cluster) for group in question.expert_groups), key=lambda spans: spans[0])
-    if spans[0] == 1:
-        return None
-    # With many tokens, the rounding of the capacity does not matter.
-    many, rates = replace(question.workload, tokens_per_rank=1_000_000), Rates(flops_per_s=1.0)
-    codecs = question.with_tokens((question.codecs[0],) * len(spans))
-    plain = replace(without_domains(spans), codecs=codecs, exchange="hierarchical")
-    gathered = replace(plain, domain_sizes=(spans[0], *plain.domain_sizes[1:]))
-    rows = predict(cluster, replace(plain, is_padded=not is_deduplicated), many, rates).uplink_bytes[0]
-    experts = predict(cluster, gathered, many, rates).uplink_bytes[0]
-    return many.tokens_per_rank * (experts["expert_weights"] + experts["expert_gradients"]) / rows["tokens"]

@@ -2,23 +2,47 @@
 """How the ranks of a data-parallel group share tensors that all of them hold, and the matrices in each share.
 
 Under ZeRO 1 and 2, the tensors follow each other in a flat buffer, which is cut into partitions of equal size.
-Without ZeRO, the parts are about equal, and no cut is inside a row.  `sync.flat` does the same with tensors; a test
-checks that both agree.
+Without ZeRO, the parts are about equal, and no cut is inside a row.
+
+    a flat buffer            [ embedding 6 x 4 | norm 4 | weight 4 x 4 ]    44 elements
+    two slots                  embedding, 22 elements  |  the other 22
+    parts of slot 0            rows 0 to 4, a matrix 5 x 4; 2 elements of row 5
+    parts of slot 1            2 elements of row 5; the norm; the weight, a matrix
+
+A codec that works on matrices gets whole rows, and whole matrices of a stack; the rest goes as vectors.
 """
 
 import math
+from collections import deque
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import accumulate
 
 from ds_hybridep.plan.packets import Part, part_elements
 
-MIN_MATRIX = 1024  # elements; a smaller matrix travels as a vector
+MIN_MATRIX = 1024  # elements; a smaller matrix travels as a vector, because it gains nothing over one
 PARTITION_ALIGNMENT = 2  # the elements of each ZeRO partition are a multiple of this
 
 Shape = tuple[int, ...]
-Span = tuple[Shape, int, int]  # a tensor's shape, the first element of a run, and its length
 Slot = tuple[Part, ...]
+
+
+@dataclass(frozen=True)
+class Span:
+    """A run of one tensor's elements.
+
+    name: the parameter's name.  start: index of the first element in the flattened tensor.
+    """
+
+    name: str
+    shape: Shape
+    start: int
+    num_elements: int
+
+
+def whole(name: str, shape: Sequence[int]) -> Span:
+    return Span(name, tuple(shape), 0, math.prod(shape))
 
 
 @dataclass(frozen=True)
@@ -35,8 +59,8 @@ def shares_of(tensors: tuple[Shape, ...], num_ranks: int, zero_stage: int) -> Sh
 
     Under ZeRO 2, gradients are assumed to come in the opposite order, as in the backward.
     """
-    spans = [(shape, 0, math.prod(shape)) for shape in tensors]
-    total = sum(count for _, _, count in spans)
+    spans = [whole("", shape) for shape in tensors]
+    total = sum(span.num_elements for span in spans)
     if zero_stage == 0:
         slots = tuple(parts_of(slot) for slot in cut(spans, even_bounds(spans, num_ranks)))
         return Shares(slots, slots)
@@ -46,38 +70,40 @@ def shares_of(tensors: tuple[Shape, ...], num_ranks: int, zero_stage: int) -> Sh
     step = -1 if zero_stage == 2 else 1
     gradients = tuple(parts_of(slot[::step]) for slot in cut(spans, bounds))
     padding = bounds[-1] - total
-    padded = [*spans, ((padding,), 0, padding)] if padding else spans
+    padded = [*spans, whole("", (padding,))] if padding else spans
     return Shares(gradients, tuple(parts_of(slot) for slot in cut(padded, bounds)))
 
 
 def cut(spans: Sequence[Span], bounds: Sequence[int]) -> list[tuple[Span, ...]]:
-    """Cut the spans of a flat buffer into slots; bounds: the end of each slot, last the end of the buffer."""
+    """Cut spans, which follow each other in a flat buffer, into slots.
+
+    bounds: the slots' ends, ascending; the last one is the end of the buffer.
+    """
     slots: list[tuple[Span, ...]] = []
-    rest, position = [span for span in reversed(spans) if span[2]], 0  # the last item is the next span
+    rest, position = deque(span for span in spans if span.num_elements), 0
     for end in bounds:
         slot: list[Span] = []
         while rest and position < end:
-            shape, start, count = rest.pop()
-            taken = min(count, end - position)
-            slot.append((shape, start, taken))
-            if taken < count:
-                rest.append((shape, start + taken, count - taken))
+            span = rest.popleft()
+            taken = min(span.num_elements, end - position)
+            slot.append(replace(span, num_elements=taken))
+            if taken < span.num_elements:
+                rest.appendleft(replace(span, start=span.start + taken, num_elements=span.num_elements - taken))
             position += taken
         slots.append(tuple(slot))
+    assert not rest, f"the last bound is {bounds[-1]}, but {sum(s.num_elements for s in rest)} elements lie behind it"
     return slots
 
 
 def even_bounds(spans: Sequence[Span], num_slots: int) -> list[int]:
     """Ends of slots that are about equally large and cut no row of a matrix."""
-    ends = [0]
-    for _, _, count in spans:
-        ends.append(ends[-1] + count)
+    ends = [0, *accumulate(span.num_elements for span in spans)]
     total, at, bounds = ends[-1], 0, []
     for slot in range(1, num_slots):
         wanted = total * slot // num_slots
         while at + 1 < len(spans) and ends[at + 1] <= wanted:
             at += 1
-        row = spans[at][0][-1] if spans and len(spans[at][0]) > 1 else 1
+        row = spans[at].shape[-1] if spans and len(spans[at].shape) > 1 else 1
         bounds.append(min(ends[at] + round((wanted - ends[at]) / row) * row, ends[at + 1]) if spans else 0)
     return [*bounds, total]
 
@@ -86,8 +112,8 @@ def parts_of(spans: Iterable[Span]) -> Slot:
     """Parts of a message that holds these spans; neighbouring vectors are one part."""
     parts: list[Part] = []
     ends_with_vector = False
-    for shape, start, count in spans:
-        for piece in _shapes(shape, start, count):
+    for span in spans:
+        for piece in shapes_of(span.shape, span.start, span.num_elements):
             is_vector = len(piece) == 1
             if is_vector and ends_with_vector:
                 parts[-1] = (1, 1, parts[-1][2] + piece[0])
@@ -104,7 +130,7 @@ def part_of(shape: Shape) -> Part:
     return number, rows, math.prod(matrix) // max(rows, 1)
 
 
-def _shapes(shape: Shape, start: int, count: int) -> list[Shape]:
+def shapes_of(shape: Shape, start: int, count: int) -> list[Shape]:
     """Split a run of a tensor's elements into vectors, matrices of whole rows, and stacks of whole matrices."""
     cols = shape[-1] if len(shape) > 1 else 0
     rows = shape[-2] if len(shape) > 2 else 0
@@ -114,7 +140,7 @@ def _shapes(shape: Shape, start: int, count: int) -> list[Shape]:
         first, last = -(-start // inner), (start + count) // inner
         if last > first and (last - first) * inner >= MIN_MATRIX:
             before, behind = first * inner - start, start + count - last * inner
-            return [*_shapes(outer, start % inner, before), (last - first, *outer), *_shapes(outer, 0, behind)]
+            return [*shapes_of(outer, start % inner, before), (last - first, *outer), *shapes_of(outer, 0, behind)]
     return [(count,)] if count else []
 
 

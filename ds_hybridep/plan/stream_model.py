@@ -1,54 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
 """Seconds of one training step for a cluster, a layout of experts and a workload, term by term.
 
-The clock of one rank runs through a step of A micro-steps.  Every second belongs to one term, so the terms add up:
-
-    weights leave -> A x (forward: layer by layer, backward: layer by layer) -> synchronisation -> optimizer
-
-A level's link is a serial resource: the uplink of one child in one direction, shared by the ranks below it. Packets
-queue on it in order and flow while the rank computes; x bytes of token rows wait for x bytes of packets in flight:
-
-    layer l starts at max(end of what came before, arrival of its packet)
+One clock runs through the program of a rank (`plan.step`), and one for each level's uplink, which the ranks below a
+child share.  Every second belongs to one term, so the terms add up.  On a link, messages follow each other in the
+order of their posts, while the rank computes; token rows share it equally with the others.
 
 Sources: paper (5), (7) for the overlap of one layer; docs/planning.md, "How a step is predicted".
 """
 
-import copy
 import math
-from collections import deque
-from collections.abc import Mapping, Sequence, Set
+from collections import defaultdict, deque
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from typing import Literal
 
-from ds_hybridep.plan.cluster import Cluster, known_or_assumed_bandwidths, latencies_of
-from ds_hybridep.plan.costs import (
-    Way,
-    decode_s,
-    encode_s,
-    experts_per_rank,
-    experts_s,
-    host_traffic_s,
-    layers_in_flight,
-    packet_bytes,
-    ranks_below,
-    row_counts,
-)
+from ds_hybridep.plan.cluster import Cluster, known_or_assumed_bandwidths
 from ds_hybridep.plan.layout import Layout, Rates, SyncModel
-from ds_hybridep.plan.stream_clock import MessageRound, StepClock
-from ds_hybridep.plan.sync_stages import (
-    Held,
-    dense_parameters,
-    ring_bytes,
-    shared_experts,
-    sync_host_traffic_s,
-    sync_stages,
-)
-from ds_hybridep.plan.workload import COUNT_BYTES, Workload
-
-Kind = Literal["tokens", "expert_weights", "expert_gradients", "dense_sync", "expert_sync"]
-
-# Bytes that an optimizer step reads and writes per trained parameter: gradient, master, two moments, 2-byte parameter.
-OPTIMIZER_TRAFFIC_BYTES = 30
+from ds_hybridep.plan.program import KINDS, Kind, Message, Post, Program, Run, Stage, Wait
+from ds_hybridep.plan.step import step_program
+from ds_hybridep.plan.workload import Workload
 
 
 def _term(words: str) -> float:
@@ -102,278 +71,161 @@ class StepPrediction:
 def predict(
     cluster: Cluster, layout: Layout, workload: Workload, rates: Rates, sync: SyncModel | None = None
 ) -> StepPrediction:
-    """Seconds and bytes of one training step in the steady state.  Raises PlanError if the arguments do not fit."""
-    layout.check_fits(cluster)
-    step = _Step(cluster, layout, workload, rates, sync or SyncModel())
-    step.run()
-    dense_bytes, expert_bytes = step.synchronise()
-    step.optimize()
-    if layout.domain_size > 1 and rates.overlap < 1.0:
-        step.expose()
-    uplink_bytes = _uplink_bytes(step, dense_bytes, expert_bytes)
-    return StepPrediction(StepTerms(**step.clock.seconds), uplink_bytes, tuple(step.clock.waits))
+    """Seconds and bytes of one training step in the steady state.  Raises PlanError if the arguments do not fit.
+
+    What `rates.overlap` says is not hidden is taken from a step that waits for each message as soon as it is posted.
+    Both steps grow when a bandwidth falls, so their weighted mean grows too.  That would not hold if links were slower
+    while the rank computes: a wait for one level would give messages of another level time to flow.
+    """
+    program = step_program(cluster, layout, workload, rates, sync or SyncModel())
+    bandwidths = [bandwidth / rates.wire_factor for bandwidth in known_or_assumed_bandwidths(cluster)]
+    clock = _Clock(bandwidths)
+    clock.run(program)
+    seconds = {term: clock.totals[term] for term in TERM_WORDS}
+    if rates.overlap < 1.0:
+        exposed = _Clock(bandwidths, hides=False)
+        exposed.run(program)
+        for term in seconds:
+            seconds[term] += (1.0 - rates.overlap) * (exposed.totals[term] - seconds[term])
+    uplink_bytes = tuple(dict.fromkeys(KINDS, 0.0) for _ in bandwidths)
+    for message, count in clock.totals.items():
+        if isinstance(message, Message):
+            for stage in message.stages:
+                for level in stage.levels:
+                    uplink_bytes[level][message.kind] += count * stage.uplink_bytes[level]
+    waits = tuple(int(clock.totals[level]) for level in range(len(bandwidths)))
+    return StepPrediction(StepTerms(**seconds), uplink_bytes, waits)
 
 
-class _LayerCosts:
-    """What every layer of a step costs: seconds of a forward, exchanges of rows, bytes over one uplink of a level."""
-
-    def __init__(self, cluster: Cluster, layout: Layout, workload: Workload, rates: Rates) -> None:
-        self._layout, self._row_bytes = layout, workload.row_bytes
-        self._below, self._rows = ranks_below(cluster), row_counts(layout, workload)
-        self.pre_s = workload.pre_expert_flops / rates.flops_per_s
-        self.experts_s = experts_s(layout, workload, rates)
-        self.calls_s = rates.layer_s + rates.expert_call_s * experts_per_rank(layout, workload) * layout.domain_size
-        self.round_s = rates.all_to_all_s if layout.is_padded else rates.exchange_s
-        extra = 0 if layout.is_padded else 1
-        self.dispatch = self._rounds(extra * workload.dispatch_extra_bytes, is_dispatch=True)
-        self.rows_only = self._rounds(0.0)  # for combine, and for the gradients of its output
-        self.input_gradients = self._rounds(extra * workload.return_extra_bytes)
-        self.weights = self._per_uplink(packet_bytes(layout, workload, "weights"))
-        self.gradients = self._per_uplink(packet_bytes(layout, workload, "gradients"))
-
-    def _per_uplink(self, per_rank: Sequence[float]) -> tuple[float, ...]:
-        return tuple(num_bytes * count for num_bytes, count in zip(per_rank, self._below, strict=True))
-
-    def _rounds(self, extra_bytes: float, *, is_dispatch: bool = False) -> tuple[MessageRound, ...]:
-        """Rounds of messages of one exchange; our own dispatch encodes rows and sends their counts with them."""
-        layout = self._layout
-        used = [level for level, count in enumerate(layout.domain_counts) if count > 1]
-        # A direct exchange waits once, for the slowest level; a hierarchical one waits for each level in turn.
-        groups = [[level] for level in used]
-        if used and (layout.is_padded or layout.exchange == "direct"):
-            groups = [used]
-        is_encoded = is_dispatch and not layout.is_padded
-
-        def num_bytes(level: int) -> float:
-            one_row = self._row_bytes / (layout.codecs[level].token.ratio if is_encoded else 1.0) + extra_bytes
-            header = COUNT_BYTES * self._destinations(level) if is_encoded else 0.0
-            return self._below[level] * (self._rows[level] * one_row + header)
-
-        return tuple(MessageRound(tuple((level, num_bytes(level)) for level in group)) for group in groups)
-
-    def _destinations(self, level: int) -> int:
-        """Number of destinations of one rank whose messages count at `level`."""
-        counts = self._layout.domain_counts
-        beyond = math.prod(counts[level + 1 :]) if self._layout.exchange == "direct" else 1
-        return (counts[level] - 1) * beyond
+_Key = tuple[Message, int]  # a message with its number
+_Route = list[tuple[int, float, float]]  # (level, bytes over its uplink, seconds from their departure to the arrival)
 
 
-def _levels_after_optimizer(held: Held, workload: Workload) -> set[int]:
-    return {stage.level for stage in sync_stages(held, workload) if stage.follows_optimizer}
+@dataclass(slots=True)
+class _Waiting:
+    key: _Key
+    num_bytes: float  # that are left
 
 
-class _Step:
-    def __init__(self, cluster: Cluster, layout: Layout, workload: Workload, rates: Rates, sync: SyncModel) -> None:
-        self.cluster, self.layout, self.workload, self.rates, self.sync = cluster, layout, workload, rates, sync
-        self.costs = _LayerCosts(cluster, layout, workload, rates)
-        self.layers = workload.model.num_moe_layers
-        self.has_packets = layout.domain_size > 1
-        self.owned_experts = experts_per_rank(layout, workload)
-        self.bandwidths = [bandwidth / rates.wire_factor for bandwidth in known_or_assumed_bandwidths(cluster)]
-        self.latencies = latencies_of(cluster)
-        self.clock = StepClock(self.bandwidths, self.latencies, tuple(TERM_WORDS))
+class _Clock:
+    """The time of one rank and its links, from the start of a program.
 
-    def run(self) -> None:
-        """Run all micro-steps.  Weights flow only in the first forward, and gradients only in the last backward."""
-        if self.has_packets:  # encoded and queued right after the optimizer step, in the order of need
-            waited = self._gathered_levels()
-            for layer in range(self.layers):
-                self._send("weights", layer, self.costs.weights, waited)
-        decode_weights_s = decode_s(self.layout, self.workload, "weights") if self.has_packets else 0.0
-        for layer in range(self.layers):
-            self._forward(decode_weights_s, packet=layer if self.has_packets else None)
-        if self.workload.micro_steps > 1:
-            # Until the last backward, only token rows travel, so one layer is timed for all. No packet is queued: the
-            # first forward has waited for all weights, and no gradient has left yet.
-            plain = self._plain_layer()
-            repeats = (self.workload.micro_steps - 1) * self.layers
-            for term, seconds in plain.seconds.items():
-                self.clock.seconds[term] += repeats * seconds
-            self.clock.now_s += repeats * plain.now_s
-            self.clock.repeat_waits([0] * len(plain.waits), plain.waits, repeats)
-        self._last_backward()
+    hides: False: the rank waits for each message as soon as it has posted it.
+    totals: seconds by term, waits in a row by level, number of times by message.
+    """
 
-    def _last_backward(self) -> None:
-        """The backward in which gradients of replicas return."""
-        waiting: deque[int] = deque()
-        depth = layers_in_flight(self.layout, self.workload)
-        for layer in reversed(range(self.layers)):
-            self._backward()
-            if self.has_packets:
-                self._send("gradients", self.layers + layer, self.costs.gradients)
-                waiting.append(self.layers + layer)
-                while len(waiting) > depth:
-                    self._take_gradients(waiting.popleft())
-            self.clock.spend(2.0 * self.costs.pre_s, "dense_s")
-        while waiting:
-            self._take_gradients(waiting.popleft())
+    def __init__(self, bandwidths: list[float], *, hides: bool = True) -> None:
+        self.now_s = 0.0
+        self.totals: defaultdict[str | int | Message, float] = defaultdict(float)
+        self._links = [_Link(bandwidth) for bandwidth in bandwidths]
+        self._hides = hides
+        self._posted: dict[_Key, tuple[_Route, list[float]]] = {}  # not waited for yet: waits before, along the route
+        self._routes: dict[Message, _Route] = {}
 
-    def _send(self, way: Way, packet: int, level_bytes: tuple[float, ...], waited: Set[int] = frozenset()) -> None:
-        state_s = host_traffic_s(self.layout, self.workload, self.rates, way)
-        self.clock.spend(encode_s(self.layout, self.workload, way) + state_s, "codec_s")
-        self.clock.spend(self.rates.packet_s, "host_s")
-        self.clock.send_packet(packet, level_bytes, waited)
+    def run(self, program: Program, number: int = 0) -> None:
+        """Run instructions; their messages have this number."""
+        for one in program:
+            if isinstance(one, Run):
+                self._spend(one.seconds, one.term)
+            elif isinstance(one, Post):
+                self._post(one.message, number)
+            elif isinstance(one, Wait):
+                self._wait(one.message, number)
+            else:
+                self._repeat(one.numbers, one.body)
 
-    def _take_gradients(self, packet: int) -> None:
-        self.clock.await_packet(packet, "expert_gradients_s")
-        self.clock.spend(decode_s(self.layout, self.workload, "gradients"), "codec_s")
+    def _repeat(self, numbers: tuple[int, ...], body: Program) -> None:
+        for index, number in enumerate(numbers):
+            can_skip = not self._posted and index + 1 < len(numbers)
+            before, begin_s = self.totals.copy() if can_skip else None, self.now_s
+            self.run(body, number)
+            if before is not None and not self._posted:  # with idle links, all repetitions take the same time
+                left = len(numbers) - index - 1
+                for key, value in self.totals.items():
+                    self.totals[key] += left * (value - before[key])
+                self.now_s += left * (self.now_s - begin_s)
+                break
 
-    def _forward(self, decode_seconds: float = 0.0, *, packet: int | None = None) -> None:
-        """The forward of a layer, which waits for a packet of weights if there is one."""
-        clock, costs = self.clock, self.costs
-        clock.spend(costs.pre_s, "dense_s")
-        clock.exchange(costs.dispatch, "tokens_s", costs.round_s)
-        if packet is not None:
-            clock.await_packet(packet, "expert_weights_s")
-            clock.spend(decode_seconds, "codec_s")
-        clock.spend(costs.calls_s, "host_s")
-        clock.spend(costs.experts_s, "experts_s")
-        clock.exchange(costs.rows_only, "tokens_s", costs.round_s)
+    def _spend(self, seconds: float, term: str) -> None:
+        self.now_s += seconds
+        self.totals[term] += seconds
 
-    def _backward(self) -> None:
-        """The backward of a layer up to its input's gradient; twice the work of its forward."""
-        clock, costs = self.clock, self.costs
-        if self.workload.is_checkpointed:
-            self._forward()
-        clock.exchange(costs.rows_only, "tokens_s", costs.round_s)
-        clock.spend(2.0 * costs.calls_s, "host_s")
-        clock.spend(2.0 * costs.experts_s, "experts_s")
-        clock.exchange(costs.input_gradients, "tokens_s", costs.round_s)
+    def _post(self, message: Message, number: int) -> None:
+        route, is_urgent, before = self._route_of(message), message.is_urgent, []
+        self.totals[message] += 1
+        for level, num_bytes, _ in route:
+            before.append(self.totals[level])
+            self._links[level].post((message, number), num_bytes, self.now_s, is_urgent=is_urgent)
+        self._posted[message, number] = route, before
+        if not self._hides and not is_urgent:
+            self._wait(message, number)
 
-    def _plain_layer(self) -> StepClock:
-        """A clock on which one layer has run forward and backward with idle links."""
-        plain = copy.copy(self)
-        plain.clock = StepClock(self.bandwidths, self.latencies, tuple(TERM_WORDS))
-        plain._forward()
-        plain._backward()
-        plain.clock.spend(2.0 * self.costs.pre_s, "dense_s")
-        return plain.clock
+    def _wait(self, message: Message, number: int) -> None:
+        posted = self._posted.pop((message, number), None)
+        if posted is None:  # waited for already
+            return
+        arrival_s = self.now_s
+        for (level, _, after_s), before in zip(*posted, strict=True):
+            self.totals[level] += self.totals[level] == before  # one wait may be for several messages
+            arrival_s = max(arrival_s, self._links[level].left_s((message, number)) + after_s)
+        self._spend(arrival_s - self.now_s, message.term)
 
-    def synchronise(self) -> tuple[tuple[float, ...], tuple[float, ...]]:
-        """Run sums and gathers; none is hidden.  Returns bytes per uplink of (dense parameters, shared experts)."""
-        dense = dense_parameters(self.cluster, self.layout, self.workload)
-        experts = shared_experts(self.cluster, self.layout, self.workload)
-        if self.sync.algorithm == "ring":
-            return self._around(dense, "dense_sync_s"), self._around(experts, "expert_sync_s")
-        if self.workload.zero_stage >= 1:
-            for level in dense.levels:  # sums of gradient norms
-                self.clock.waits[level] += 1
-                self.clock.spend(self.latencies[level], "dense_sync_s")
-        shared = _levels_after_optimizer(experts, self.workload)
-        packets = {level for level, num_bytes in enumerate(self.costs.weights) if num_bytes > 0}
-        return (
-            self._by_level(dense, "dense_sync_s", shared, packets),
-            self._by_level(experts, "expert_sync_s", set(), set()),
-        )
+    def _route_of(self, message: Message) -> _Route:
+        """A stage begins when the one before has arrived, so what the others take is added to each."""
+        route = self._routes.get(message)
+        if route is None:
+            alone_s = [
+                max((self._alone_s(stage, level) for level in stage.levels), default=0.0) for stage in message.stages
+            ]
+            route = self._routes[message] = [
+                (level, stage.uplink_bytes[level], stage.latencies_s[level] + math.fsum(alone_s) - stage_s)
+                for stage, stage_s in zip(message.stages, alone_s, strict=True)
+                for level in stage.levels
+            ]
+        return route
 
-    def _gathered_levels(self) -> Set[int]:
-        """Levels where the first packets of weights travel with dense parameters, so that one wait counts for both.
-
-        Experts that several groups hold must arrive before they leave to replicas; dense parameters travel together
-        with either.
-        """
-        if self.sync.algorithm == "ring":
-            return frozenset()
-        dense = dense_parameters(self.cluster, self.layout, self.workload)
-        experts = shared_experts(self.cluster, self.layout, self.workload)
-        return _levels_after_optimizer(dense, self.workload) - _levels_after_optimizer(experts, self.workload)
-
-    def _by_level(self, held: Held, term: str, shared: Set[int], packets: Set[int]) -> tuple[float, ...]:
-        """Run stages one after the other, each over one level.
-
-        Over `shared` levels, parameters travel with others: they add no wait and pay no delay.  Over levels of
-        `packets`, they pay no delay either, because the packets pay it.
-        """
-        totals, below = [0.0] * len(self.bandwidths), ranks_below(self.cluster)
-        if self.layout.state == "host":
-            self.clock.spend(sync_host_traffic_s(held, self.workload, self.rates), "codec_s")
-        for stage in sync_stages(held, self.workload):
-            num_bytes = self.sync.factor * stage.rank_bytes * below[stage.level]
-            totals[stage.level] += stage.times * num_bytes
-            self.clock.spend(stage.times * (stage.encode_s + stage.decode_s), "codec_s")
-            self.clock.spend(stage.times * num_bytes / self.bandwidths[stage.level], term)
-            if stage.follows_optimizer and stage.level in shared:
-                continue
-            self.clock.waits[stage.level] += stage.times
-            if not (stage.follows_optimizer and stage.level in packets):
-                self.clock.spend(stage.times * self.latencies[stage.level], term)
-        return tuple(totals)
-
-    def _around(self, held: Held, term: str) -> tuple[float, ...]:
-        """Run DeepSpeed's rings, which use no codec."""
-        workload, sync = self.workload, self.sync
-        reductions = workload.micro_steps if workload.zero_stage == 2 else 1
-        passes = reductions * sync.reduce_passes + (1.0 if workload.zero_stage >= 1 else 0.0)
-        num_bytes = float(sum(map(math.prod, held.tensors)) * workload.param_bytes)
-        per_level = ring_bytes(self.cluster, held.spans, num_bytes, passes, sync)
-        seconds = [count / self.bandwidths[level] for level, count in enumerate(per_level) if count > 0]
-        # The links of a ring are busy at the same time, and the slowest one sets the pace.
-        latency_s = passes * self._around_s(held) if num_bytes else 0.0
-        self.clock.spend(latency_s + max(seconds, default=0.0), term)
-        return per_level
-
-    def _around_s(self, held: Held) -> float:
-        """Sum of the latencies of one pass, in which a ring hands a block on from its first rank to its last."""
-        latencies, used = self.latencies, held.levels
-        if not used:
-            return 0.0
-        edges = [math.prod(held.spans[:level]) * (held.spans[level] - 1) for level in used]
-        edges[0] += 1  # from the last rank back to the first
-        around_s = math.fsum(count * latencies[level] for count, level in zip(edges, used, strict=True))
-        return around_s - min(latencies[level] for level in used)  # the last block leaves out the nearest hop
-
-    def optimize(self) -> None:
-        """Run the optimizer's pass over its state, which ranks share from ZeRO 1 on."""
-        workload = self.workload
-        is_shared = workload.zero_stage >= 1
-        dense = workload.dense_train_params / (self.cluster.num_ranks if is_shared else 1)
-        owned = self.layers * self.owned_experts * workload.expert_travel_params
-        owned_share = owned / (self.cluster.num_ranks // self.layout.group_size if is_shared else 1)
-        num_bytes = (dense + owned_share) * OPTIMIZER_TRAFFIC_BYTES
-        self.clock.spend(num_bytes / self.rates.memory_bytes_per_s, "optimizer_s")
-        self.clock.spend(self.rates.step_s, "host_s")
-
-    def expose(self) -> None:
-        """Take back what `rates.overlap` says is not hidden: a weighted mean with a step that hides nothing.
-
-        Both steps grow when a bandwidth falls, so their mean grows too. That would not hold if links were slower while
-        the rank computes: a wait for one level would give packets of another level time to flow.
-        """
-        rates, plain = self.rates, self._plain_layer()
-        repeats, num_packets = self.workload.micro_steps * self.layers, 2 * self.layers
-        exposed = {
-            "tokens_s": repeats * plain.seconds["tokens_s"],
-            "host_s": repeats * plain.seconds["host_s"] + num_packets * rates.packet_s + rates.step_s,
-        }
-        for term, count, level_bytes in (
-            ("expert_weights_s", self.layers, self.costs.weights),
-            ("expert_gradients_s", self.layers, self.costs.gradients),
-        ):
-            exposed[term] = count * math.fsum(
-                num_bytes / bandwidth + latency
-                for num_bytes, bandwidth, latency in zip(level_bytes, self.bandwidths, self.latencies, strict=True)
-                if num_bytes > 0
-            )
-        for term, seconds in exposed.items():
-            self.clock.seconds[term] += (1.0 - rates.overlap) * (seconds - self.clock.seconds[term])
+    def _alone_s(self, stage: Stage, level: int) -> float:
+        """Seconds of a stage over an idle link."""
+        return stage.uplink_bytes[level] / self._links[level].bytes_per_s + stage.latencies_s[level]
 
 
-def _uplink_bytes(step: _Step, dense: Sequence[float], experts: Sequence[float]) -> tuple[Mapping[Kind, float], ...]:
-    costs, num_levels = step.costs, len(step.cluster.levels)
-    tokens = [0.0] * num_levels
-    exchanges = [costs.dispatch, costs.rows_only, costs.rows_only, costs.input_gradients]
-    if step.workload.is_checkpointed:
-        exchanges += [costs.dispatch, costs.rows_only]
-    for one in (one for rounds in exchanges for one in rounds):
-        for level, num_bytes in one.level_bytes:
-            tokens[level] += step.workload.micro_steps * step.layers * num_bytes
-    return tuple(
-        {
-            "tokens": tokens[level],
-            "expert_weights": step.layers * costs.weights[level],
-            "expert_gradients": step.layers * costs.gradients[level],
-            "dense_sync": dense[level],
-            "expert_sync": experts[level],
-        }
-        for level in range(num_levels)
-    )
+class _Link:
+    """One level's uplink with a clock of its own: two queues, which share it equally."""
+
+    def __init__(self, bytes_per_s: float) -> None:
+        self.bytes_per_s = bytes_per_s
+        self._now_s = 0.0
+        self._urgent: deque[_Waiting] = deque()
+        self._others: deque[_Waiting] = deque()
+        self._left_s: dict[_Key, float] = {}
+
+    def post(self, key: _Key, num_bytes: float, now_s: float, *, is_urgent: bool) -> None:
+        """Queue a message at a time that is not before the last one."""
+        self._flow(now_s)
+        (self._urgent if is_urgent else self._others).append(_Waiting(key, num_bytes))
+
+    def left_s(self, key: _Key) -> float:
+        """Time at which a message has left, if nothing is posted until then."""
+        self._flow(math.inf, key)
+        return self._left_s.pop(key)
+
+    def _flow(self, until_s: float, key: _Key | None = None) -> None:
+        """Let messages flow until a time, or until the message `key` has left."""
+        while self._now_s < until_s and key not in self._left_s:
+            queue, other = self._urgent, self._others
+            if not queue or (other and other[0].num_bytes < queue[0].num_bytes):
+                queue, other = other, queue
+            if not queue:
+                self._now_s = until_s
+                return
+            first, rate = queue[0], self.bytes_per_s / (2 if other else 1)
+            end_s = self._now_s + first.num_bytes / rate
+            if end_s <= until_s:
+                num_bytes = first.num_bytes
+                self._left_s[queue.popleft().key] = end_s
+            else:
+                num_bytes = (until_s - self._now_s) * rate
+                first.num_bytes -= num_bytes
+            if other:
+                other[0].num_bytes -= num_bytes
+            self._now_s = min(end_s, until_s)

@@ -5,11 +5,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from ds_hybridep.plan.cluster import Level, known_or_assumed_bandwidths
-from ds_hybridep.plan.layout import IDENTITY
 from ds_hybridep.plan.memory import Memory
 from ds_hybridep.plan.planner import EXACT, Candidate, Plan, codecs_label
 from ds_hybridep.plan.question import Question
-from ds_hybridep.plan.rivals import Alternative, break_even_tokens
+from ds_hybridep.plan.rivals import Alternative
 
 GIGA = 1e9
 BITS_PER_BYTE = 8
@@ -39,10 +38,8 @@ def ds_config_block(question: Question, plan: Plan) -> dict[str, Any]:
         entry["domain_size"] = domain_size
         if codecs.name == RECOMMENDED:
             entry["codecs"] = RECOMMENDED
-        if codecs.token != IDENTITY:
-            entry["token_codec"] = codecs.token.name
         levels.append(entry)
-    block: dict[str, Any] = {"levels": levels, "advanced": {"prefetch_depth": layout.prefetch_depth}}
+    block: dict[str, Any] = {"levels": levels}
     if layout.state == "host":
         block["state"] = "host"
     if sum(count > 1 for count in layout.domain_counts) > 1:
@@ -125,7 +122,6 @@ def describe(question: Question, plan: Plan) -> str:
         f"Seconds of {plan.best.label}: {', '.join(shown)}",
         f"GB per GPU: {_describe_memory(plan.best.memory)}",
         "\n".join(verdict(question, plan)),
-        *_break_even(question),
     ]
     return "\n\n".join(sections)
 
@@ -166,8 +162,6 @@ def _describe_question(question: Question) -> str:
         details.append("a fused loss")
     if workload.trainable_expert_params is not None:
         details.append(f"{workload.trainable_expert_params} trained parameters per expert")
-    tokens = zip(question.token_codecs, question.cluster.levels, strict=False)
-    details += [f"dispatched tokens {codec.name} over {level.name}" for codec, level in tokens if codec != IDENTITY]
     sizes = (
         f"{model.name}: {model.num_params / GIGA:.1f} B parameters; {model.num_moe_layers} MoE layers of "
         f"{model.num_experts} experts of {model.expert_params * workload.param_bytes / 1e6:.1f} MB, top-{model.top_k}"
@@ -206,16 +200,6 @@ def _alternative_row(way: Alternative) -> tuple[str, ...]:
     memory = "" if way.memory_bytes is None else f"{way.memory_bytes / GIGA:.1f}"
     crossing = "" if way.crossing_bytes is None else f"{way.crossing_bytes / GIGA:.4g}"
     return ("", way.name, step, crossing, memory, way.note)
-
-
-def _break_even(question: Question) -> list[str]:
-    ours, padded = (break_even_tokens(question, is_deduplicated=is_ours) for is_ours in (True, False))
-    if ours is None or padded is None:
-        return []
-    return [
-        f"In bytes over {question.cluster.levels[0].name}, moving experts beats moving tokens from {ours:.4g} tokens "
-        f"per GPU and micro-step on against a de-duplicated exchange, from {padded:.4g} on against padded all-to-alls."
-    ]
 
 
 def aligned(rows: Sequence[Sequence[str]], left: Sequence[int] = (0,)) -> str:

@@ -82,7 +82,7 @@ def expected_rows(
         else:
             num_destinations = (count - 1) * (down_to // count)
             experts_each = num_experts // down_to
-        rows.append(num_tokens * num_destinations * _chance_needed(experts_each, num_experts, top_k))
+        rows.append(num_tokens * num_destinations * chance_needed(experts_each, num_experts, top_k))
     return tuple(rows)
 
 
@@ -108,7 +108,7 @@ def _dispatch_s(cluster: Cluster, rank_bytes: list[float], exchange: TokenExchan
     return transfer_s + (max(waited) if exchange == "direct" else sum(waited))
 
 
-def _chance_needed(num_wanted: int, num_experts: int, top_k: int) -> float:
+def chance_needed(num_wanted: int, num_experts: int, top_k: int) -> float:
     """Chance that a token's `top_k` of `num_experts` experts contain at least one of `num_wanted` given ones."""
     # Subtracting whole numbers first keeps all digits of a small chance.
     num_choices = math.comb(num_experts, top_k)

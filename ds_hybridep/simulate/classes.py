@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ds_hybridep.plan.cluster import Cluster
+from ds_hybridep.plan.program import Peers
 from ds_hybridep.simulate.flows import Floats, Ints
 
 
@@ -44,7 +45,7 @@ class RankClasses:
     child_class_of: tuple[Ints, ...]
     child_of: tuple[Ints, ...]
     ranks_below: tuple[Ints, ...]
-    peers: Mapping[str, tuple[Ints, ...]]
+    peers: Mapping[Peers, tuple[Ints, ...]]
 
     @property
     def num_classes(self) -> int:
@@ -54,7 +55,7 @@ class RankClasses:
 
 def merge_ranks(
     cluster: Cluster,
-    patterns: Mapping[str, Ints],
+    patterns: Mapping[Peers, Ints],
     attributes: Sequence[Floats],
     *,
     is_reduced: bool = True,
@@ -64,7 +65,7 @@ def merge_ranks(
 
     Args:
         cluster: the tree of ranks.
-        patterns: by name, [num_ranks] a number for each rank: all ranks with the same number talk to each other.
+        patterns: by `Peers`, [num_ranks] a number for each rank: all ranks with the same number talk to each other.
         attributes: [num_ranks] each; ranks of one class agree in all of them.
         is_reduced: False: every rank is a class of its own, for the full simulation.
         max_classes: largest number of classes; None: not limited.
@@ -72,10 +73,11 @@ def merge_ranks(
     depths = range(len(cluster.sizes) + 1)
     nodes = [nodes_at(cluster, depth) for depth in depths]
     everywhere = np.zeros(cluster.num_ranks, dtype=np.int64)
+    everybody = Peers(("group", "domain", "offset"), tuple(range(len(cluster.sizes))))
     # A cell is the ranks of one pattern's group below one node.  The whole cluster is a pattern too, for the uplinks.
     cells = {
         name: [_ids(np.stack([group, nodes[depth]], axis=1)) for depth in depths]
-        for name, group in {**patterns, "": everywhere}.items()
+        for name, group in {everybody: everywhere, **patterns}.items()
     }
     class_of = np.arange(cluster.num_ranks, dtype=np.int64)
     if is_reduced:
@@ -93,7 +95,7 @@ def merge_ranks(
     return _describe(cluster, class_of, cells)
 
 
-def _describe(cluster: Cluster, class_of: Ints, cells: Mapping[str, Sequence[Ints]]) -> RankClasses:
+def _describe(cluster: Cluster, class_of: Ints, cells: Mapping[Peers, Sequence[Ints]]) -> RankClasses:
     _, examples, sizes = np.unique(class_of, return_index=True, return_counts=True)
     child_class_of, child_of, ranks_below = [], [], []
     for level in range(len(cluster.sizes)):

@@ -16,7 +16,7 @@ import heapq
 import math
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -35,18 +35,12 @@ class Operation:
     channel: operations of one channel follow each other at each actor.
     flows: all flows of the operation.
     after: index of an operation that must have arrived first; None: none.
-    pattern: name of the pattern, which says who talks to whom.
-    rank_bytes: [num_actors] bytes that each actor sends.
-    levels: levels that the operation crosses.
     """
 
     label: str
     channel: str
     flows: Flows
     after: int | None = None
-    pattern: str = ""
-    rank_bytes: Floats = field(default_factory=lambda: np.zeros(0))
-    levels: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -75,17 +69,6 @@ class Wait:
 
 
 Instruction = Run | Post | Wait
-
-
-@dataclass(frozen=True)
-class Change:
-    """From `time_s` on, a link has another capacity, or runs that an actor starts take `slowdown` times as long."""
-
-    time_s: float
-    link: int | None = None
-    bytes_per_s: float = 0.0
-    actor: int | None = None
-    slowdown: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -134,11 +117,8 @@ class Engine:
         num_actors: number of actors that run the program.
         program: the instructions.
         operations: operations to which the instructions refer by index.
-        slowdowns: [num_actors] factors on the seconds of the program; None: 1.
-        changes: changes of links and actors during the run.
         busy_share: factor on the rate of a flow while one of its members computes.
         traced: actors whose spans are kept.
-        on_progress: called with the share of instructions that are done.
     """
 
     def __init__(
@@ -148,24 +128,19 @@ class Engine:
         program: Sequence[Instruction],
         operations: Sequence[Operation],
         *,
-        slowdowns: Floats | None = None,
-        changes: Sequence[Change] = (),
         busy_share: float = 1.0,
         traced: Sequence[int] = (),
-        on_progress: Callable[[float], None] | None = None,
     ) -> None:
         self._shares = LinkShares(capacities, busy_share)
         self._num_actors = num_actors
         self._program = program
         self._operations = operations
         self._busy_share = busy_share
-        self._on_progress = on_progress
         shared = {id(operation.flows): operation.flows for operation in operations}
         self._flows_of = {key: flows.flows_of(num_actors) for key, flows in shared.items()}
         self._progress: dict[int, _Progress] = {}
         self._queues: dict[tuple[int, str], deque[int]] = {}
         self._position = [0] * num_actors
-        self._slowdown = np.ones(num_actors) if slowdowns is None else slowdowns.copy()
         self._is_computing = np.zeros(num_actors, dtype=bool)
         self._waiting_since: dict[int, float] = {}
         terms = {part.term for part in program if not isinstance(part, Post)}
@@ -178,8 +153,6 @@ class Engine:
         self._active: list[_Progress] = []  # operations with bytes under way
         self._rates: list[Floats] = []  # rates of their flowing flows
         self._is_stale = False
-        for change in changes:
-            self._at(change.time_s, self._change, change)
 
     def run(self) -> Outcome:
         """Run the whole program.  Raises AssertionError if actors wait for operations that never arrive."""
@@ -210,7 +183,7 @@ class Engine:
         while self._position[actor] < len(self._program):
             instruction = self._program[self._position[actor]]
             if isinstance(instruction, Run):
-                seconds = float(instruction.seconds[actor] * self._slowdown[actor])
+                seconds = float(instruction.seconds[actor])
                 if seconds > 0.0:
                     self._set_computing(actor, instruction.is_computing)
                     self._at(self._now_s + seconds, self._end_run, actor, instruction, seconds)
@@ -229,8 +202,6 @@ class Engine:
         self._seconds[instruction.term][actor] += seconds
         self._trace(actor, "compute", instruction.label, self._now_s - seconds)
         self._position[actor] += 1
-        if actor == 0 and self._on_progress is not None:
-            self._on_progress(self._position[0] / len(self._program))
         self._go_on(actor)
 
     def _set_computing(self, actor: int, is_computing: bool) -> None:
@@ -355,13 +326,6 @@ class Engine:
     def _at(self, time_s: float, action: Callable[..., None], *arguments: Any) -> None:
         self._num_events += 1
         heapq.heappush(self._events, (time_s, self._num_events, action, arguments))
-
-    def _change(self, change: Change) -> None:
-        if change.link is not None:
-            self._shares.change(change.link, change.bytes_per_s)
-            self._is_stale = True
-        if change.actor is not None:
-            self._slowdown[change.actor] = change.slowdown
 
     def _trace(self, actor: int, stream: str, label: str, begin_s: float) -> None:
         if actor in self._spans:

@@ -93,14 +93,9 @@ class LinkShares:
     """
 
     def __init__(self, capacities: Floats, busy_share: float) -> None:
-        self._capacities = capacities.copy()
+        self._capacities = capacities
         self._busy_share = busy_share
         self._known: dict[tuple[bytes | int, ...], list[Floats]] = {}
-
-    def change(self, link: int, bytes_per_s: float) -> None:
-        """Give a link another capacity."""
-        self._capacities[link] = bytes_per_s
-        self._known.clear()
 
     def rates(self, active: Sequence[tuple[Flows, Bools]], is_computing: Bools) -> list[Floats]:
         """Rates of the flowing flows of each operation.

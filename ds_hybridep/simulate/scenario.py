@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What is simulated: a plan on a cluster, and deviations from the cluster's levels."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from ds_hybridep.errors import PlanError
 from ds_hybridep.plan.cluster import Cluster
@@ -17,19 +16,13 @@ class Assumptions:
     crosses_inner_links: a message between datacentres also passes the links inside them, as in a tree of switches;
         False: a GPU has one link to its neighbours and another one to the world.
     is_fair_to_flows: flows share a link equally; False: operations do, no matter how many flows they have.
-    levels_in_turn: a rank's messages over different levels leave one after the other, slowest level first; gathers of
-        what several ranks hold also leave one after the other, before the packets of weights.
     gathers_by_level: expert packets cross a slow level once per child; False: every rank sends directly to all others
         of its domain, as the paper counts it.
     """
 
     crosses_inner_links: bool = False
     is_fair_to_flows: bool = True
-    levels_in_turn: bool = False
     gathers_by_level: bool = True
-
-
-STREAM_MODEL_ASSUMPTIONS = Assumptions(is_fair_to_flows=False, levels_in_turn=True)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,19 +32,17 @@ class Deviation:
     place: coordinates from level 0 on: (3,) is the fourth DC, (3, 1) its second GPU.
     bandwidth_factor: factor on the bandwidth of that child's uplink.
     slowdown: factor on the seconds of computation and of host calls of all ranks below.
-    from_s: time at which it begins; computation that has begun before keeps its pace.
     """
 
     place: tuple[int, ...]
     bandwidth_factor: float = 1.0
     slowdown: float = 1.0
-    from_s: float = 0.0
 
     def __post_init__(self) -> None:
-        if not (self.bandwidth_factor > 0 and self.slowdown > 0 and self.from_s >= 0):
+        if not (self.bandwidth_factor > 0 and self.slowdown > 0):
             raise PlanError(
-                f"the deviation at {self.place} has bandwidth_factor {self.bandwidth_factor}, slowdown "
-                f"{self.slowdown} and from_s {self.from_s}, but must have the first two > 0 and the last >= 0"
+                f"the deviation at {self.place} has bandwidth_factor {self.bandwidth_factor} and slowdown "
+                f"{self.slowdown}, but must have both > 0"
             )
 
 
@@ -65,7 +56,6 @@ class Scenario:
     deviations: places that differ from their level.
     jitter: standard deviation of the logarithm of the seconds of each piece of computation, drawn by rank and piece.
     seed: seed of the jitter.
-    measured_s: seconds of computation by name, such as "forward 3"; they replace the seconds that the rates give.
     """
 
     cluster: Cluster
@@ -78,7 +68,6 @@ class Scenario:
     assumptions: Assumptions = Assumptions()
     jitter: float = 0.0
     seed: int = 0
-    measured_s: Mapping[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.layout.check_fits(self.cluster)

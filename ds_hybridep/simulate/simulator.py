@@ -1,30 +1,30 @@
 # SPDX-License-Identifier: Apache-2.0
 """Event simulation of one training step of a plan, from two ranks to thousands of datacentres.
 
-Every rank runs the plan's program; its messages share the links of the cluster. Ranks that are alike are simulated
-once (`classes`), which only saves time. The simulator and the stream model share inputs (layout, rates, codecs),
-places, tensor sizes and a few functions of `plan`. Each computes the rest itself, so that each checks the other.
+Every rank runs the plan's program (`plan.step`), which the stream model prices; its messages share the links of the
+cluster. Ranks that are alike are simulated once (`classes`), which only saves time.
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
 from ds_hybridep.errors import PlanError
-from ds_hybridep.plan.cluster import Cluster, flatten, known_or_assumed_bandwidths, latencies_of
+from ds_hybridep.plan.cluster import Cluster, flatten, known_or_assumed_bandwidths
+from ds_hybridep.plan.program import Kind, Peers, peers_in
+from ds_hybridep.plan.step import step_program
 from ds_hybridep.simulate.classes import RankClasses, merge_ranks, nodes_at
-from ds_hybridep.simulate.events import Change, Engine, Span
-from ds_hybridep.simulate.flows import Floats, Ints
-from ds_hybridep.simulate.kinds import choose_stand_ins, with_stand_ins
-from ds_hybridep.simulate.scenario import Deviation, Scenario
-from ds_hybridep.simulate.schedule import Schedule, build_schedule
+from ds_hybridep.simulate.events import Engine, Span
+from ds_hybridep.simulate.flows import Bools, Floats, Ints
+from ds_hybridep.simulate.scenario import Scenario
+from ds_hybridep.simulate.schedule import schedule_of
 from ds_hybridep.simulate.traffic import DOWN, UP, Ranks, Routing, TrafficMaker
 
 MAX_FULL_RANKS = 512  # beyond, a simulation rank by rank takes too much memory
+LEAST_ERROR, MOST_ERROR = 0.005, 10.0  # of rounded attributes, a share
 MAX_CLASSES = 64  # the number of flows grows with the square of this, and so does the time
-MAX_KINDS = 64  # of children of level 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,23 +35,19 @@ class SimulatedStep:
     terms_s: seconds by cause on the rank that is done last; they add up to the step.
     sent_bytes: per level, kind -> payload bytes that all ranks together send over it, without headers.
     num_classes: number of classes of ranks; one rank of each class was simulated.
-    quantisation: largest share by which rates, speeds and loads of datacentres were too large or too small, because
-        datacentres were merged into fewer kinds; 0: the simulation is exact.
+    quantisation: largest share by which rates, speeds and loads were too large or too small, because they were rounded
+        so that fewer ranks differ; 0: the simulation is exact.
     spans: spans of traced ranks.
-    schedule: the program that ran.
-    class_of: [num_ranks] class of each rank.
     """
 
     step_s: float
     terms_s: Mapping[str, float]
-    sent_bytes: tuple[Mapping[str, float], ...]
+    sent_bytes: tuple[Mapping[Kind, float], ...]
     num_classes: int
     quantisation: float
     spans: Mapping[int, Sequence[Span]]
-    schedule: Schedule = field(repr=False)
-    class_of: Ints = field(repr=False)
 
-    def uplink_bytes(self, cluster: Cluster) -> tuple[Mapping[str, float], ...]:
+    def uplink_bytes(self, cluster: Cluster) -> tuple[Mapping[Kind, float], ...]:
         """Bytes by kind over one child's uplink of each level, on average."""
         return tuple(
             {kind: num_bytes / math.prod(cluster.sizes[: level + 1]) for kind, num_bytes in kinds.items()}
@@ -64,7 +60,6 @@ def simulate(
     *,
     is_reduced: bool = True,
     traced_ranks: Sequence[int] = (),
-    on_progress: Callable[[float], None] | None = None,
 ) -> SimulatedStep:
     """Simulate one step of the scenario.
 
@@ -72,7 +67,6 @@ def simulate(
         scenario: cluster, plan, workload and conditions.
         is_reduced: simulate one of each class of ranks that are alike; jitter makes all of them different.
         traced_ranks: ranks whose spans are kept.
-        on_progress: called with the share of the step's instructions that are done.
 
     Raises PlanError if too many ranks would be simulated one by one, or if too many ranks differ.
     """
@@ -83,28 +77,32 @@ def simulate(
             f"{cluster.num_ranks} ranks are too many to be simulated one by one (at most {MAX_FULL_RANKS}); leave out "
             f"jitter, which makes all of them different"
         )
-    ranks = Ranks.of(cluster, scenario.layout)
-    scenario, routing, classes, quantisation = _with_few_classes(scenario, ranks, is_reduced=is_reduced)
-    assumed = scenario.assumptions
-    maker = TrafficMaker(
+    assumed, layout, model = scenario.assumptions, scenario.layout, scenario.workload.model
+    ranks = Ranks.of(cluster, layout)
+    program = step_program(
         cluster,
-        classes,
-        latencies_of(cluster),
-        crosses_inner_links=assumed.crosses_inner_links,
-        is_fair_to_flows=assumed.is_fair_to_flows,
+        layout,
+        scenario.workload,
+        scenario.rates,
+        scenario.sync,
+        gathers_by_level=assumed.gathers_by_level,
     )
-    schedule = build_schedule(scenario, ranks, routing, classes, maker)
+    patterns = {peers: ranks.groups(peers) for peers in peers_in(program) if not peers.is_ring}
+    exact = _Attributes(_uplinks(scenario), _slowdowns(scenario), Routing.of(ranks, model, scenario.expert_load))
+    attributes, classes, error = _with_few_classes(cluster, exact, patterns, is_reduced=is_reduced)
+    maker = TrafficMaker(ranks, attributes.routing, classes, assumed)
+    # One peer in each domain sends its rows here.
+    rows = attributes.routing.pairs[classes.examples] * math.prod(layout.domain_counts) / model.top_k
+    slowdowns = attributes.slowdowns[classes.examples]
+    schedule = schedule_of(program, scenario, rows, slowdowns, maker)
     traced = {rank: int(classes.class_of[rank]) for rank in traced_ranks}
     engine = Engine(
-        _capacities(scenario, classes, maker, 0.0),
+        _capacities(scenario, attributes.uplinks, classes, maker),
         classes.num_classes,
         schedule.program,
         schedule.operations,
-        slowdowns=_slowdowns(scenario, classes, 0.0),
-        changes=_changes(scenario, classes, maker),
         busy_share=scenario.rates.overlap,
         traced=sorted(set(traced.values())),
-        on_progress=on_progress,
     )
     outcome = engine.run()
     last = int(np.argmax(outcome.end_s))
@@ -113,95 +111,79 @@ def simulate(
         terms_s={term: float(seconds[last]) for term, seconds in outcome.seconds.items()},
         sent_bytes=schedule.sent_bytes,
         num_classes=classes.num_classes,
-        quantisation=quantisation,
+        quantisation=error,
         spans={rank: outcome.spans[number] for rank, number in traced.items()},
-        schedule=schedule,
-        class_of=classes.class_of,
     )
+
+
+@dataclass(frozen=True)
+class _Attributes:
+    """In what ranks differ.
+
+    uplinks: per level, [num_ranks] factors on the bandwidth of the child above a rank.
+    slowdowns: [num_ranks] factors on the seconds of computation.
+    """
+
+    uplinks: tuple[Floats, ...]
+    slowdowns: Floats
+    routing: Routing
+
+    def rounded(self, error: float) -> "_Attributes":
+        """The same, with no number more than `error`, a share, too large or too small."""
+        step = 2 * math.log1p(error)
+
+        def change(values: Floats) -> Floats:
+            result, used, mean = np.zeros_like(values), values > 0.0, float(values.mean())
+            result[used] = mean * np.exp(step * np.round(np.log(values[used] / mean) / step))
+            return result
+
+        routing = Routing(tuple(map(change, self.routing.chances)), change(self.routing.pairs))
+        return _Attributes(tuple(map(change, self.uplinks)), change(self.slowdowns), routing)
 
 
 def _with_few_classes(
-    scenario: Scenario, ranks: Ranks, *, is_reduced: bool
-) -> tuple[Scenario, Routing, RankClasses, float]:
-    """Scenario, routing, classes, error; if too many classes differ, with fewer kinds of children of level 0."""
-    cluster = scenario.cluster
-    patterns = ranks.patterns(
-        with_sums=scenario.sync.algorithm == "hierarchical", gathers_by_level=scenario.assumptions.gathers_by_level
-    )
-
-    def classes_of(scenario: Scenario, routing: Routing, max_classes: int | None) -> RankClasses | None:
-        attributes: list[Floats] = [*routing.chances, routing.pairs]
-        attributes += _marks(cluster, scenario.deviations)
-        return merge_ranks(cluster, patterns, attributes, is_reduced=is_reduced, max_classes=max_classes)
-
-    routing = Routing.of(ranks, scenario.workload.model, scenario.expert_load)
-    max_classes = MAX_CLASSES if cluster.num_ranks > MAX_CLASSES else None
-    classes = classes_of(scenario, routing, max_classes)
-    if classes is not None:
-        return scenario, routing, classes, 0.0
-    num_kinds = MAX_KINDS
-    while num_kinds:
-        # Try kinds of single children first, then kinds of domains: it can matter which children share a domain.
-        for block in dict.fromkeys((1, scenario.layout.domain_sizes[0])):
-            stand_ins = choose_stand_ins(scenario, routing, max(num_kinds // block, 1), block=block)
-            changed = with_stand_ins(scenario, routing, stand_ins)
-            classes = classes_of(*changed, max_classes)
-            if classes is not None:
-                return *changed, classes, stand_ins.error
-        num_kinds //= 2
-    raise PlanError(f"the plan {scenario.layout.domain_sizes} makes more than {MAX_CLASSES} ranks of {cluster} differ")
+    cluster: Cluster, exact: _Attributes, patterns: Mapping[Peers, Ints], *, is_reduced: bool
+) -> tuple[_Attributes, RankClasses, float]:
+    """Attributes, classes, error; if too many ranks differ, with rounded attributes."""
+    max_classes = MAX_CLASSES if is_reduced and cluster.num_ranks > MAX_CLASSES else None
+    found, error = exact, 0.0
+    while True:
+        values = [*found.uplinks, found.slowdowns, *found.routing.chances, found.routing.pairs]
+        classes = merge_ranks(cluster, patterns, values, is_reduced=is_reduced, max_classes=max_classes)
+        if classes is not None:
+            return found, classes, error
+        error = max(1.5 * error, LEAST_ERROR)
+        if error > MOST_ERROR:
+            raise PlanError(f"more than {MAX_CLASSES} ranks of {cluster} differ: too many for a simulation")
+        found = exact.rounded(error)
 
 
-# ---- what is not as the levels say ----
-
-
-def _below(cluster: Cluster, place: Sequence[int]) -> Floats:
-    """[num_ranks] 1 below a place, else 0."""
-    node = flatten(place, cluster.sizes[: len(place)])
-    return np.where(nodes_at(cluster, len(place)) == node, 1.0, 0.0)
-
-
-def _marks(cluster: Cluster, deviations: Sequence[Deviation]) -> list[Floats]:
-    """For each kind of deviation, [num_ranks] number of such deviations that a rank is below."""
-    marks: dict[tuple[float, ...], Floats] = {}
-    for deviation in deviations:
-        kind = (len(deviation.place), deviation.bandwidth_factor, deviation.slowdown, deviation.from_s)
-        marks[kind] = marks.get(kind, np.zeros(cluster.num_ranks)) + _below(cluster, deviation.place)
-    return list(marks.values())
-
-
-def _capacities(scenario: Scenario, classes: RankClasses, maker: TrafficMaker, time_s: float) -> Floats:
-    """[links] bytes/s at `time_s`."""
-    cluster = scenario.cluster
-    capacities = np.zeros(maker.num_links)
-    for level, bandwidth in enumerate(known_or_assumed_bandwidths(cluster)):
-        child_class_of = classes.child_class_of[level]
-        factors = np.ones(len(child_class_of))
-        for deviation in scenario.deviations:
-            if len(deviation.place) == level + 1 and deviation.from_s <= time_s:
-                factors[flatten(deviation.place, cluster.sizes[: level + 1])] *= deviation.bandwidth_factor
-        for direction in (UP, DOWN):
-            links = maker.link(level, child_class_of, direction)
-            capacities[links] = factors * bandwidth / scenario.rates.wire_factor
-    return capacities
-
-
-def _slowdowns(scenario: Scenario, classes: RankClasses, time_s: float) -> Floats:
-    """[C] factors on the seconds of computation at `time_s`."""
-    factors = np.ones(scenario.cluster.num_ranks)
-    for deviation in scenario.deviations:
-        if deviation.from_s <= time_s:
-            factors = np.where(_below(scenario.cluster, deviation.place), factors * deviation.slowdown, factors)
-    result: Floats = factors[classes.examples]
+def _below(cluster: Cluster, place: Sequence[int]) -> Bools:
+    """[num_ranks] whether a rank is below a place."""
+    result: Bools = nodes_at(cluster, len(place)) == flatten(place, cluster.sizes[: len(place)])
     return result
 
 
-def _changes(scenario: Scenario, classes: RankClasses, maker: TrafficMaker) -> list[Change]:
-    """Changes of links and ranks while the step runs."""
-    changes = []
-    for time_s in sorted({deviation.from_s for deviation in scenario.deviations} - {0.0}):
-        capacities = _capacities(scenario, classes, maker, time_s)
-        changes += [Change(time_s, link=link, bytes_per_s=float(rate)) for link, rate in enumerate(capacities)]
-        slowdowns = _slowdowns(scenario, classes, time_s)
-        changes += [Change(time_s, actor=actor, slowdown=float(factor)) for actor, factor in enumerate(slowdowns)]
-    return changes
+def _uplinks(scenario: Scenario) -> tuple[Floats, ...]:
+    uplinks = tuple(np.ones(scenario.cluster.num_ranks) for _ in scenario.cluster.sizes)
+    for one in scenario.deviations:
+        uplinks[len(one.place) - 1][_below(scenario.cluster, one.place)] *= one.bandwidth_factor
+    return uplinks
+
+
+def _slowdowns(scenario: Scenario) -> Floats:
+    slowdowns = np.ones(scenario.cluster.num_ranks)
+    for one in scenario.deviations:
+        slowdowns[_below(scenario.cluster, one.place)] *= one.slowdown
+    return slowdowns
+
+
+def _capacities(scenario: Scenario, uplinks: Sequence[Floats], classes: RankClasses, maker: TrafficMaker) -> Floats:
+    """[links] bytes/s."""
+    capacities = np.zeros(maker.num_links)
+    for level, bandwidth in enumerate(known_or_assumed_bandwidths(scenario.cluster)):
+        of_child = uplinks[level].reshape(len(classes.child_class_of[level]), -1)[:, 0]
+        for direction in (UP, DOWN):
+            links = maker.link(level, classes.child_class_of[level], direction)
+            capacities[links] = of_child * bandwidth / scenario.rates.wire_factor
+    return capacities

@@ -18,7 +18,6 @@ half is encoded: sums with error feedback, parameters as their change since the 
 """
 
 import itertools
-import time
 from collections.abc import Callable, Sequence
 
 import torch
@@ -26,14 +25,15 @@ from torch import Tensor
 
 from ds_hybridep.errors import VerificationError
 from ds_hybridep.plan.partition import Partition
-from ds_hybridep.sync.buffers import Buffer, HeldSum, ParameterCodecs
+from ds_hybridep.sync.buffers import HeldSum, ParameterCodecs
 from ds_hybridep.sync.feedback import Encoding, Feedback
 from ds_hybridep.sync.flat import Span, cut, even_bounds, split, whole
 from ds_hybridep.sync.gradients import StepChanges
 from ds_hybridep.sync.memory import CodecMemory
-from ds_hybridep.sync.mirrors import is_patched
+from ds_hybridep.sync.messages import NARROW, PacketPart
+from ds_hybridep.sync.mirrors import HeldSlot
 from ds_hybridep.sync.stages import GatherStage, connect, gather_stages
-from ds_hybridep.sync.transfers import Gather, Reduce, StagedTransfer, StagePipeline
+from ds_hybridep.sync.transfers import Gather, Reduce, StagedTransfer, StagePipeline, needs_equal_lengths
 from ds_hybridep.transport.channels import Purpose, Transport
 from ds_hybridep.transport.streams import DeviceStreams
 
@@ -150,12 +150,14 @@ class GroupSync:
         members = partition.domain_ranks(transport.rank)
         self.own_slot, self.num_slots = members.index(transport.rank), len(members)
         self._slot_of_index = [members.index(rank) for rank in ranks]  # the group may have another order
+        self._index_of_slot = [self.ranks.index(rank) for rank in members]
         self.level_to = [None if rank == transport.rank else transport.level_to(rank) for rank in members]
         self.stages = connect(gather_stages(partition, transport.rank), transport, f"dense_{name}", device)
         self._levels = [stage.level for stage in self.stages]
         # True if a level that the group crosses has a codec for weights; for weights or gradients.
         self.encodes_parameters = any(encoding.weight_codecs[level] is not None for level in self._levels)
-        self.is_encoded = self.encodes_parameters or any(encoding.gradient_codecs[level] for level in self._levels)
+        self._encodes_gradients = any(encoding.gradient_codecs[level] is not None for level in self._levels)
+        self.is_encoded = self.encodes_parameters or self._encodes_gradients
         self.memory = CodecMemory(name, transport.rank, changes, self.num_slots, encoding, self._levels, device)
         self._waiting: dict[Span, Tensor] = {}  # sums of earlier micro-steps that this rank adds to later ones
         self.waiting_names: set[str] = set()  # parameters with gradients that wait on some rank
@@ -178,9 +180,9 @@ class GroupSync:
         else:
             slots_of = enumerate(cut(spans, even_bounds(spans, self.num_slots)))
             pieces = _Pieces(flat, [(slot, span) for slot, found in slots_of for span in found], self.num_slots)
-        buffer = self.memory.buffer("all_reduce", pieces.spans, flat)
-        slots, sums = self._reduce(buffer, pieces.values, is_last=True)
-        self._give_to_all(buffer, slots, sums)
+        feedback = self.memory.feedback(pieces.spans, flat) if self._encodes_gradients else None
+        sums = self._reduce(pieces, feedback, is_last=True)
+        self._give_to_all(pieces, feedback, sums)
         pieces.write_back()
 
     def reduce_to_owners(self, flat: Tensor, slices: Sequence[tuple[int, Span]], *, is_last: bool = True) -> None:
@@ -193,12 +195,11 @@ class GroupSync:
         """
         by_slot = [(self._slot_of_index[owner], span) for owner, span in slices]
         # 16-bit values are copied anyway before anything is added to them.
-        pieces = _Pieces(flat, by_slot, self.num_slots, copies=not is_patched(flat))
-        buffer = self.memory.buffer("reduce", pieces.spans, flat)
-        _, sums = self._reduce(buffer, pieces.values, is_last=is_last)
-        total = sums[self.own_slot]
-        if is_last and buffer.rounded is not None:
-            total = _rounded(buffer.rounded, self.own_slot, total, flat.dtype, self.encoding.loss_scale())
+        pieces = _Pieces(flat, by_slot, self.num_slots, copies=flat.dtype not in NARROW)
+        feedback = self.memory.feedback(pieces.spans, flat) if self._encodes_gradients else None
+        total = self._reduce(pieces, feedback, is_last=is_last)[self.own_slot]
+        if is_last and feedback is not None and flat.dtype in NARROW:
+            total = self._rounded(feedback[0].parts[self.own_slot], total, flat.dtype)
         pieces.values[self.own_slot] = total if is_last else torch.zeros_like(total)
         pieces.write_back(self.own_slot)
 
@@ -223,59 +224,66 @@ class GroupSync:
         self.waiting_names.clear()
 
     def _reduce(
-        self, buffer: Buffer, values: Sequence[Tensor], *, is_last: bool
-    ) -> tuple[FlatSlots, Sequence[Tensor]]:
-        """Return the slots and their sums; the own slot's sum is complete if `is_last`."""
-        sums = [value.float() if is_patched(value) else value for value in values]
-        slots = FlatSlots(self, values, buffer.sums, sums)
-        if is_last:
-            self.memory.add_kept(buffer, sums, self.encoding.loss_scale())
-        inner, outer = self._split_stages(buffer)
+        self, pieces: _Pieces, feedback: tuple[Feedback, Feedback] | None, *, is_last: bool
+    ) -> Sequence[Tensor]:
+        """Return sums by slot; that of the own slot is complete if `is_last`."""
+        sums = [value.float() if value.dtype in NARROW else value for value in pieces.values]
+        slots = FlatSlots(self, pieces.values, feedback and feedback[0], sums)
+        inner, outer = self._split_stages(is_encoded=feedback is not None)
         self._run(Reduce(slots, self._purposes[0], inner))
         carried = {self.own_slot, *(slot for stage in outer for peer in stage.peers for slot in peer.receives)}
         for slot in carried:
-            pieces = sums[slot].split([span.num_elements for span in buffer.spans[slot]])
-            for span, total in zip(buffer.spans[slot], pieces, strict=True):
+            spans = pieces.spans[slot]
+            for span, total in zip(spans, sums[slot].split([span.num_elements for span in spans]), strict=True):
                 if (earlier := self._waiting.pop(span, None)) is not None:
                     total += earlier
                 if not is_last:
                     self._waiting[span] = total.clone()
-        names = {span.name for slot_spans in buffer.spans for span in slot_spans}
+        names = {span.name for spans in pieces.spans for span in spans}
         if is_last:
             self.waiting_names -= names
             self._run(Reduce(slots, self._purposes[0], outer))
         else:
             self.waiting_names |= names
-        return slots, sums
+        return sums
 
-    def _split_stages(self, buffer: Buffer) -> tuple[tuple[GatherStage, ...], tuple[GatherStage, ...]]:
+    def _split_stages(self, *, is_encoded: bool) -> tuple[tuple[GatherStage, ...], tuple[GatherStage, ...]]:
         """Return the stages that the sums of every micro-step cross, and those crossed once per optimizer step."""
         fastest = self.stages[-1:]
-        if buffer.sums is not None and any(self.encoding.gradient_codecs[stage.level] for stage in fastest):
+        if is_encoded and any(self.encoding.gradient_codecs[stage.level] for stage in fastest):
             return (), self.stages
         return fastest, self.stages[:-1]
 
-    def _give_to_all(self, buffer: Buffer, slots: FlatSlots, sums: Sequence[Tensor]) -> None:
+    def _rounded(self, parts: tuple[PacketPart, ...], total: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return the sum of the own slot as `dtype`; what that loses goes into later sums."""
+        rounded, loss_scale = self.memory.rounded, self.encoding.loss_scale()
+        rounded.take(0, parts, split(total, parts), loss_scale)
+        result = total.to(dtype)
+        rounded.leave_out(0, parts, split(total - result, parts), loss_scale)
+        return result
+
+    def _give_to_all(
+        self, pieces: _Pieces, feedback: tuple[Feedback, Feedback] | None, sums: Sequence[Tensor]
+    ) -> None:
         """Gather the sums of all slots on all ranks: as they are, or as their packets hold them."""
-        (place,) = slots.values(self.own_slot, trainable_only=True)
+        own, values = self.own_slot, pieces.values
         messages: dict[int, list[Tensor]] = {}
-        if (results := buffer.results) is None:
-            place.copy_(sums[self.own_slot])
+        held: dict[int, HeldSum] = {}
+        results = None
+        if feedback is None:
+            values[own].copy_(sums[own])
         else:
-            scale, codecs = self.encoding.loss_scale(), self.encoding.gradient_codecs
-            message = results.encode(self.own_slot, sums[self.own_slot], scale)
-            if message is not None:
-                messages = {level: [message] for level in self._levels if codecs[level] is not None}
-                HeldSum(results, self.own_slot, place, scale).apply_own(message)
-            results.replicas = {
-                slot: HeldSum(results, slot, slots.values(slot, trainable_only=True)[0], scale)
+            results, scale, codecs = feedback[1], self.encoding.loss_scale(), self.encoding.gradient_codecs
+            if results.parts[own]:
+                with results.counters.timing("encode_s"):
+                    message = HeldSum(results, own, values[own], scale).encode(sums[own])
+                messages = {level: message for level in self._levels if codecs[level] is not None}
+            held = {
+                slot: HeldSum(results, slot, values[slot], scale)
                 for slot, level in enumerate(self.level_to)
                 if level is not None and codecs[level] is not None and results.parts[slot]
             }
-        slots.feedback = results
-        self._run(Gather(slots, self._purposes[1], messages, is_exact=False))
-        if results is not None:
-            results.replicas = {}  # they refer to the caller's buffer
+        self._run(Gather(FlatSlots(self, values, results), self._purposes[1], messages, held, is_exact=False))
 
     # -- parameters -------------------------------------------------------------------------------------------------
 
@@ -301,39 +309,38 @@ class GroupSync:
         `own` and its place in `output` become what the other ranks get.
         """
         rows = output.detach().view(self.num_slots, -1)
-        values = [rows[0]] * self.num_slots
-        for index, slot in enumerate(self._slot_of_index):
-            values[slot] = rows[index]
+        values = [rows[index] for index in self._index_of_slot]
         place = values[self.own_slot]
         is_apart = place.data_ptr() != own.data_ptr()
         if is_apart:
             place.copy_(own.detach().view(-1))
-        codecs, is_first = (None, True) if before is None else self._parameter_codecs(output, spans, rows.shape[1])
+        codecs = None if before is None else self._parameter_codecs(output, spans)
         messages: dict[int, list[Tensor]] = {}
-        feedback = None
-        if codecs is not None and before is not None and not is_first:
-            messages, feedback = codecs.prepare(values, before), codecs.feedback
-        gather = Gather(FlatSlots(self, values, feedback), self._purposes[2], messages, is_exact=False)
+        replicas: dict[int, HeldSlot] = {}
+        if codecs is not None and before is not None:
+            messages, replicas = codecs.prepare(values, before)
+            if output.dtype in NARROW:  # their messages vary in length
+                for stage in filter(needs_equal_lengths, self.stages):
+                    messages.pop(stage.level, None)
+        slots = FlatSlots(self, values, codecs)
+        gather = Gather(slots, self._purposes[2], messages, replicas, is_exact=False)
         self._pipeline.start(gather)
 
         def finish() -> None:
             self._pipeline.wait(gather)
-            if feedback is not None:
-                feedback.patches, feedback.replicas = {}, {}  # they refer to the caller's buffer
-                if is_apart:
-                    own.detach().view(-1).copy_(place)
+            if codecs is not None and is_apart:
+                own.detach().view(-1).copy_(place)
 
         return finish
 
-    def _parameter_codecs(
-        self, output: Tensor, spans: Sequence[Span], num_elements: int
-    ) -> tuple[ParameterCodecs | None, bool]:
-        """Return the codecs (None if everything goes as it is), and whether this is the first gather."""
+    def _parameter_codecs(self, output: Tensor, spans: Sequence[Span]) -> ParameterCodecs | None:
+        """Return the codecs; None if everything goes as it is."""
         if output.dtype == torch.float64 or not self.encodes_parameters:
-            return None, True
+            return None
+        num_elements = output.numel() // self.num_slots
         spans = tuple(spans) or (whole("", (output.numel(),)),)
         by_index = cut(spans, [num_elements * (index + 1) for index in range(self.num_slots)])
-        by_slot = [by_index[self._slot_of_index.index(slot)] for slot in range(self.num_slots)]
+        by_slot = [by_index[index] for index in self._index_of_slot]
         return self.memory.parameter_codecs(by_slot, output, self.level_to, self.own_slot)
 
     # -- numbers ----------------------------------------------------------------------------------------------------
@@ -346,10 +353,9 @@ class GroupSync:
             found = {peer.rank: torch.empty_like(total) for peer in stage.peers}
             sends = [(rank, total) for rank in found]
             purpose = Purpose("control", "agreement on numbers", self.name)
-            begin_ns = time.perf_counter_ns()
             transfer = stage.gradients.start(sends, list(found.items()), purpose)
             transfer.wait()
-            self.transport.count_waits([transfer], begin_ns)
+            self.transport.count_waits([transfer])
             found[self.transport.rank] = total
             table = torch.stack([found[rank] for rank in sorted(found)])  # in one order on all ranks
             total = torch.where(is_max, table.max(0).values, table.sum(0))
@@ -358,12 +364,3 @@ class GroupSync:
     def _run(self, transfer: StagedTransfer) -> None:
         self._pipeline.start(transfer)
         self._pipeline.wait(transfer)
-
-
-def _rounded(feedback: Feedback, slot: int, total: Tensor, dtype: torch.dtype, loss_scale: float) -> Tensor:
-    """Return the sum of a slot as `dtype`; what that loses goes into later sums."""
-    parts = feedback.parts[slot]
-    feedback.gradients.take(0, parts, split(total, parts), loss_scale)
-    rounded = total.to(dtype)
-    feedback.gradients.leave_out(0, parts, split(total - rounded, parts), loss_scale)
-    return rounded

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """What codecs keep of gradients from step to step: one record for each *piece* of a parameter and each level.
 
-A piece is a run of elements of one parameter (or of one parameter of several experts).  Its *residual* is what earlier
+A piece is a run of elements of one parameter, or of one parameter of several experts.  Its *residual* is what earlier
 packets left out; the sender adds it to the next gradient of the same piece.  A piece that is not sent in a step keeps
 its residual.  So the sum of what arrives, and of what waits, is the sum of the gradients.
 
 A step writes new residuals beside the old ones.  They replace the old ones if the step is applied, and are dropped if
-it is skipped.
+it is skipped.  Nothing here communicates: `GradientMemory.encode` makes a message, and `add` reads one.
 """
 
 import zlib
@@ -33,14 +33,14 @@ class StepChanges:
     def __contains__(self, changed: object) -> bool:
         return changed in self.notes
 
-    def note(self, changed: object, undo: Callable[[], None], keep: Callable[[], None] = lambda: None) -> None:
-        """Note that `changed` changes: `undo` restores it, `keep` makes it final.  A step's first note counts."""
-        self.notes.setdefault(changed, (undo, keep))
+    def note(self, changed: object, undo: Callable[[], None], commit: Callable[[], None] = lambda: None) -> None:
+        """Note that `changed` changes: `undo` restores it, `commit` makes it final.  A step's first note counts."""
+        self.notes.setdefault(changed, (undo, commit))
 
-    def keep(self) -> None:
+    def commit(self) -> None:
         """Make all changes final: the optimizer step is being applied."""
-        for _, keep in self.notes.values():
-            keep()
+        for _, commit in self.notes.values():
+            commit()
         self.notes.clear()
 
     def undo(self) -> None:
@@ -72,8 +72,8 @@ class SentPiece:
     def begin(self, changes: StepChanges) -> None:
         """Call before each encoding."""
         if self not in changes:
-            self._saved = {"state": self.state.state_dict(), "count": self._count}
-            changes.note(self, self._undo, self._keep)
+            self._saved = self._numbers()
+            changes.note(self, self._undo, self._commit)
 
     @property
     def residual(self) -> Tensor:
@@ -94,45 +94,49 @@ class SentPiece:
         self._pending = stored
         self._count += 1
 
-    def _keep(self) -> None:
+    def _commit(self) -> None:
         self._applied, self._pending, self._saved = self.residual, None, None
 
     def _undo(self) -> None:
         assert self._saved is not None, "a step was undone that had not begun"
-        self.state.load_state_dict(self._saved["state"])
-        self._count = self._saved["count"]
+        self._load(self._saved)
         self._pending = self._saved = None
+
+    def _numbers(self) -> dict[str, Any]:
+        return {"state": self.state.state_dict(), "count": self._count}
+
+    def _load(self, numbers: Mapping[str, Any]) -> None:
+        self.state.load_state_dict(numbers["state"])
+        self._count = numbers["count"]
 
     def state_dict(self) -> dict[str, Any]:
         """The state after the last applied step; tensors of residuals are those in use, not copies."""
-        saved = self._saved or {"state": self.state.state_dict(), "count": self._count}
-        return {"shape": list(self.shape), "residual": self._applied, **saved}
+        return {"shape": list(self.shape), "residual": self._applied, **(self._saved or self._numbers())}
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
         self._applied.copy_(saved["residual"])
-        self.state.load_state_dict(saved["state"])
-        self._count = saved["count"]
+        self._load(saved)
 
 
 class ReceivedPiece:
     """What the receiver of one piece keeps: the number of the sender's next packet."""
 
-    def __init__(self, expected: int = 0) -> None:
-        self.order = PacketOrder(expected)
+    def __init__(self) -> None:
+        self.order = PacketOrder()
         self._applied: int | None = None
 
     def begin(self, changes: StepChanges) -> None:
         """Call before each decoding."""
         if self not in changes:
             self._applied = self.order.expected
-            changes.note(self, self._undo, self._keep)
+            changes.note(self, self._undo, self._commit)
 
     @property
     def expected(self) -> int:
         """The number of the next packet as of the last applied step."""
         return self.order.expected if self._applied is None else self._applied
 
-    def _keep(self) -> None:
+    def _commit(self) -> None:
         self._applied = None
 
     def _undo(self) -> None:
@@ -154,9 +158,6 @@ class GradientMemory:
         self._place = f"{name} {rank}"
         self.sent: dict[tuple[int, Piece], SentPiece] = {}  # by level
         self.received: dict[tuple[int, int, Piece], ReceivedPiece] = {}  # by level and sender
-        # What a checkpoint had of pieces that were not asked for yet.
-        self._saved_sent: dict[tuple[int, Piece], Mapping[str, Any]] = {}
-        self._saved_received: dict[tuple[int, int, Piece], int] = {}
 
     @property
     def is_lossy(self) -> bool:
@@ -189,7 +190,11 @@ class GradientMemory:
         Raises PacketError, and changes nothing, if it is not the sender's next message.
         """
         packets = layout.packets(message)
-        pieces = [self._receiver(level, sender, piece) for part in layout.parts for piece, _ in part.pieces]
+        pieces = [
+            self.received.setdefault((level, sender, piece), ReceivedPiece())
+            for part in layout.parts
+            for piece, _ in part.pieces
+        ]
         pieces[0].order.check(packets[0])
         for piece in pieces:
             piece.begin(self.changes)
@@ -208,7 +213,7 @@ class GradientMemory:
             left = self._left(part, pieces)
             total.view(left.shape).add_(left, alpha=scale)
             for piece in pieces:
-                piece.put(self.home.keep(torch.zeros_like(piece.residual)))
+                piece.put(self.home.store(torch.zeros_like(piece.residual)))
 
     def leave_out(self, level: int, parts: Sequence[PacketPart], lost: Sequence[Tensor], scale: float) -> None:
         """Add to residuals what was lost behind the codec, times the loss scale ([e, *shape] fp32 for each part)."""
@@ -230,44 +235,36 @@ class GradientMemory:
         """Return a part's pieces with their new residuals, of which `left` [e, rows, cols] fp32 consists."""
         split = left.view(-1).split([size for _, size in part.pieces]) if len(pieces) > 1 else (left,)
         return [
-            (piece, self.home.keep(piece.stored(one.view(piece.shape))))
+            (piece, self.home.store(piece.stored(one.view(piece.shape))))
             for piece, one in zip(pieces, split, strict=True)
         ]
-
-    def sender(self, level: int, part: PacketPart, at: int = 0) -> SentPiece:
-        """Return what is kept of the part's piece number `at`, made at the first call."""
-        piece, num_elements = part.pieces[at]
-        if (found := self.sent.get((level, piece))) is not None:
-            return found
-        codec = self.codecs[level]
-        shape = (part.num_experts, part.rows, part.cols) if len(part.pieces) == 1 else (1, 1, num_elements)
-        is_compact = part.dtype.itemsize == 2 and num_elements >= MIN_COMPACT
-        stored = compact_shape(shape[0], shape[1] * shape[2]) if is_compact else shape
-        residual = self.home.zeros(*stored, dtype=torch.int16 if is_compact else torch.float32)
-        place = zlib.crc32(f"{self._place} {level} {piece}".encode())
-        state = CodecState() if codec is None else codec.new_state(*shape, device=self.home.device)
-        made = SentPiece(shape, state, residual, place)
-        if (saved := self._saved_sent.pop((level, piece), None)) is not None:
-            made.load_state_dict(saved)
-        self.sent[level, piece] = made
-        return made
-
-    def kept(self, level: int, part: PacketPart, at: int = 0) -> SentPiece | None:
-        """Return what is kept, in use or from a checkpoint, of the part's piece number `at`; None if nothing is."""
-        key = level, part.pieces[at][0]
-        return self.sender(level, part, at) if key in self.sent or key in self._saved_sent else None
-
-    def _receiver(self, level: int, sender: int, piece: Piece) -> ReceivedPiece:
-        key = level, sender, piece
-        if key not in self.received:
-            self.received[key] = ReceivedPiece(self._saved_received.pop(key, 0))
-        return self.received[key]
 
     def _left(self, part: PacketPart, pieces: Sequence[SentPiece]) -> Tensor:
         """Return the residuals of a part's pieces on the device, fp32 [e, rows, cols], to be changed."""
         found = [self.value(piece) for piece in pieces]
         shape = part.num_experts, part.rows, part.cols
         return found[0].view(shape) if len(found) == 1 else torch.cat([one.view(-1) for one in found]).view(shape)
+
+    # -- pieces -----------------------------------------------------------------------------------------------------
+
+    def sender(self, level: int, part: PacketPart, at: int = 0) -> SentPiece:
+        """Return what is kept of the part's piece number `at`, made at the first call."""
+        piece, num_elements = part.pieces[at]
+        if (found := self.sent.get((level, piece))) is not None:
+            return found
+        shape = (part.num_experts, part.rows, part.cols) if len(part.pieces) == 1 else (1, 1, num_elements)
+        is_compact = part.dtype.itemsize == 2 and num_elements >= MIN_COMPACT
+        stored = compact_shape(shape[0], shape[1] * shape[2]) if is_compact else shape
+        return self._make(level, piece, shape, stored, torch.int16 if is_compact else torch.float32)
+
+    def _make(
+        self, level: int, piece: Piece, shape: tuple[int, int, int], stored: Sequence[int], dtype: torch.dtype
+    ) -> SentPiece:
+        codec = self.codecs[level]
+        state = CodecState() if codec is None else codec.new_state(*shape, device=self.home.device)
+        place = zlib.crc32(f"{self._place} {level} {piece}".encode())
+        made = self.sent[level, piece] = SentPiece(shape, state, self.home.zeros(*stored, dtype=dtype), place)
+        return made
 
     def value(self, piece: SentPiece) -> Tensor:
         """Return a copy of a residual on the device, fp32 [n, rows, cols]."""
@@ -276,49 +273,49 @@ class GradientMemory:
             return expand(stored, torch.empty(piece.shape, device=stored.device))
         return stored.clone() if stored is piece.residual else stored
 
-    # -- numbers ----------------------------------------------------------------------------------------------------
-
     def squared_residual(self) -> float:
         """Return the sum of squares of what was not delivered yet."""
         self.home.wait()
-        kept = [self.value(piece) for piece in self.sent.values()] + [*map(residual_of, self._saved_sent.values())]
-        return sum(map(squared_norm, kept))
+        return sum(squared_norm(self.value(piece)) for piece in self.sent.values())
 
     def noted(self) -> Iterator[object]:
         """Yield all that `changes` may have a note of."""
         yield from self.sent.values()
         yield from self.received.values()
 
-    # -- checkpoints and other plans --------------------------------------------------------------------------------
+    # -- checkpoints ------------------------------------------------------------------------------------------------
 
     def forget(self) -> None:
         """Drop residuals, and the numbers of the senders' next packets."""
-        for kept in (self.sent, self.received, self._saved_sent, self._saved_received):
-            kept.clear()
+        self.sent.clear()
+        self.received.clear()
 
     def state_dict(self) -> dict[str, list[dict[str, Any]]]:
         """Return everything as of the last applied step."""
         self.home.wait()
-        sent = {key: piece.state_dict() for key, piece in self.sent.items()}
-        expected = {key: piece.expected for key, piece in self.received.items()}
         return {
             "sent": [
-                {"level": level, "piece": list(piece), **saved}
-                for (level, piece), saved in {**self._saved_sent, **sent}.items()
+                {"level": level, "piece": list(piece), **one.state_dict()} for (level, piece), one in self.sent.items()
             ],
             "received": [
-                {"level": level, "sender": sender, "piece": list(piece), "expected": number}
-                for (level, sender, piece), number in {**self._saved_received, **expected}.items()
+                {"level": level, "sender": sender, "piece": list(piece), "expected": one.expected}
+                for (level, sender, piece), one in self.received.items()
             ],
         }
 
     def load_state_dict(self, saved: Mapping[str, Sequence[Mapping[str, Any]]]) -> None:
-        """Restore what `state_dict` returned under the same codecs; each piece is restored when it is asked for."""
+        """Restore what `state_dict` returned under the same codecs."""
         self.forget()
-        self._saved_sent = {(one["level"], tuple(one["piece"])): one for one in saved["sent"]}
-        self._saved_received = {
-            (one["level"], one["sender"], tuple(one["piece"])): one["expected"] for one in saved["received"]
-        }
+        for one in saved["sent"]:
+            name, start = one["piece"]
+            rows = one["shape"]
+            stored = one["residual"]
+            made = self._make(one["level"], (name, start), (rows[0], rows[1], rows[2]), stored.shape, stored.dtype)
+            made.load_state_dict(one)
+        for one in saved["received"]:
+            name, start = one["piece"]
+            piece = self.received[one["level"], one["sender"], (name, start)] = ReceivedPiece()
+            piece.order.expected = one["expected"]
 
 
 def residual_of(saved: Mapping[str, Any]) -> Tensor:

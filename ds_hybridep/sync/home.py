@@ -37,8 +37,8 @@ class Home:
         if work is not kept:
             kept.copy_(work, non_blocking=True)
 
-    def keep(self, work: Tensor) -> Tensor:
-        """Return the tensor to keep for a new one on the device: itself, or a copy in host memory."""
+    def store(self, work: Tensor) -> Tensor:
+        """Return what is kept of a new tensor on the device: itself, or a copy in host memory."""
         if not self.is_host:
             return work
         kept = torch.empty_like(work, device="cpu", pin_memory=self.device.type == "cuda")

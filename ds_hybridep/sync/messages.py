@@ -21,8 +21,11 @@ from ds_hybridep.sync.home import Home
 ALIGNMENT_BYTES = 16
 BLOCK_ELEMENTS = 2**20  # converted at a time, because a copy of all may be too large
 
+# A patch can say how values of these types change.  Sums of such values are added up in fp32.
+NARROW = (torch.bfloat16, torch.float16)
 
-Piece = tuple[str | int, ...]  # names a run of one parameter's elements, and is the same in every run of the program
+# A run of one parameter's elements: its name, and the first element.  The same in every run of the program.
+Piece = tuple[str, int]
 
 
 @dataclass(frozen=True)

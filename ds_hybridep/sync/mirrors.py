@@ -8,16 +8,16 @@ patches         The owner sends how its 16-bit values have changed since it sent
                 changes and then has the owner's values bit for bit.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from ds_hybridep.codecs import PacketOrder, Patch
+from ds_hybridep.codecs import Codec, PacketOrder, Patch
 from ds_hybridep.errors import PacketError
 from ds_hybridep.sync.home import Home
-from ds_hybridep.sync.messages import MessageLayout, copy_to, load_states
+from ds_hybridep.sync.messages import NARROW, MessageLayout, copy_to, load_states
 
 
 class HeldSlot(Protocol):
@@ -29,20 +29,15 @@ class HeldSlot(Protocol):
         """Return memory for the next messages, in the order in which the owner sends them."""
         ...
 
-    def cut(self, messages: Sequence[Tensor]) -> list[Tensor]:
-        """Return the messages that arrived in this memory; they may be shorter than it."""
+    def apply(self, messages: Sequence[Tensor]) -> list[Tensor]:
+        """Take over what arrived in this memory, and return it as it was sent: it may be shorter than the memory.
+
+        Raises PacketError if an earlier message is missing.
+        """
         ...
 
-    def apply(self, messages: Sequence[Tensor]) -> None:
-        """Take over what the messages hold; PacketError if an earlier message is missing."""
-        ...
-
-    def assign(self) -> None:
-        """Note that the slot's values have arrived as they are, in an exact gather."""
-        ...
-
-    def pass_over(self) -> None:
-        """Note that the slot's values have arrived as they are, in place of messages."""
+    def assign(self, *, instead_of_messages: bool) -> None:
+        """Note that the slot's values have arrived as they are: in place of messages, or in an exact gather."""
         ...
 
 
@@ -51,6 +46,12 @@ class Mirror:
 
     values: [e, rows, cols] fp32 for each part, by default zeros.
     """
+
+    varies = False
+
+    @property
+    def codec(self) -> Codec:
+        return self.layout.codec
 
     def __init__(self, layout: MessageLayout, home: Home, values: Sequence[Tensor] | None = None) -> None:
         self.layout, self.home = layout, home
@@ -62,7 +63,7 @@ class Mirror:
         for part, value, weight in zip(self.layout.parts, self.values, weights, strict=True):
             value.copy_(part.as_matrices(weight))
 
-    def encode(self, weights: Sequence[Tensor]) -> Tensor:
+    def encode(self, weights: Sequence[Tensor]) -> list[Tensor]:
         """Return the uint8 message that brings every replica closer to `weights` ([e, *shape] for each part)."""
         message, packets = self.layout.new_message(self.home.device)
         for part, weight, value, state, out in zip(
@@ -71,7 +72,7 @@ class Mirror:
             work = self.home.fetch(value)
             self.layout.codec.encode_update(part.as_matrices(weight), work, state, out=out)
             self.home.put(value, work)
-        return message
+        return [message]
 
     def squared_distance(self, weights: Sequence[Tensor]) -> tuple[float, float]:
         """Return the sums over all elements of (weight - mirror)^2 and of weight^2."""
@@ -117,18 +118,13 @@ class Replica:
     def new_messages(self) -> list[Tensor]:
         return [self.layout.room(self._weights[0].device)]
 
-    def cut(self, messages: Sequence[Tensor]) -> list[Tensor]:
-        return list(messages)
-
-    def assign(self) -> None:
+    def assign(self, *, instead_of_messages: bool) -> None:
+        assert not instead_of_messages, "packets of lossy codecs are forwarded as they are"
         for part, value, weight in zip(self.layout.parts, self.values, self._weights, strict=True):
             if value.data_ptr() != weight.data_ptr():
                 value.copy_(part.as_matrices(weight))
 
-    def pass_over(self) -> None:
-        raise AssertionError("packets of lossy codecs are forwarded as they are")
-
-    def apply(self, messages: Sequence[Tensor]) -> None:
+    def apply(self, messages: Sequence[Tensor]) -> list[Tensor]:
         packets = self.layout.packets(messages[0])
         self.order.check(packets[0])
         self.order.advance()
@@ -139,11 +135,14 @@ class Replica:
             if not is_shared:
                 self.home.put(value, work)
                 weight.copy_(work.view(weight.shape))
+        return list(messages)
 
-    def load(self, values: Sequence[Tensor], expected: int) -> None:
-        """Restore the values and the expected step of a checkpoint."""
-        copy_to(self.values, values)
-        self.order.expected = expected
+    def state_dict(self) -> dict[str, Any]:
+        return {"values": list(self.values), "expected": self.order.expected}
+
+    def load_state_dict(self, saved: Mapping[str, Any]) -> None:
+        copy_to(self.values, saved["values"])
+        self.order.expected = saved["expected"]
         for value, weight in zip(self.values, self._weights, strict=True):
             if value.data_ptr() != weight.data_ptr():
                 weight.copy_(value.view(weight.shape))
@@ -156,17 +155,19 @@ class PatchSender:
         others as they are.
     """
 
+    varies = True
+
     def __init__(self, codec: Patch, sent: Sequence[Tensor] = (), step: int = 0) -> None:
-        self._codec, self.sent = codec, list(sent)
+        self.codec, self.sent = codec, list(sent)
         self._step = step
 
     def encode(self, values: Sequence[Tensor]) -> list[Tensor]:
         """Return messages that make the holders' values equal to `values`; `sent` becomes equal too."""
         messages = []
         for value, sent in zip(values, self.sent, strict=True):
-            if is_patched(sent):
-                room = torch.empty(self._codec.max_bytes(sent.numel()), dtype=torch.uint8, device=value.device)
-                num_bytes = self._codec.encode(value, sent, room, self._step)
+            if sent.dtype in NARROW:
+                room = torch.empty(self.codec.max_bytes(sent.numel()), dtype=torch.uint8, device=value.device)
+                num_bytes = self.codec.encode(value, sent, room, self._step)
                 messages.append(room[:num_bytes].clone())  # frees the room, which is many times larger
             else:
                 sent.copy_(value)
@@ -190,26 +191,22 @@ class PatchReplica:
     def new_messages(self) -> list[Tensor]:
         return [
             torch.empty(self._codec.max_bytes(value.numel()), dtype=torch.uint8, device=value.device)
-            if is_patched(value)
+            if value.dtype in NARROW
             else value
             for value in self._values
         ]
 
-    def cut(self, messages: Sequence[Tensor]) -> list[Tensor]:
-        return [
-            message[: self._codec.length(message)].clone() if is_patched(value) else message  # frees most of the room
+    def assign(self, *, instead_of_messages: bool) -> None:
+        self._step += instead_of_messages
+
+    def apply(self, messages: Sequence[Tensor]) -> list[Tensor]:
+        arrived = [
+            # A copy frees most of the room.
+            message[: self._codec.length(message)].clone() if value.dtype in NARROW else message
             for message, value in zip(messages, self._values, strict=True)
         ]
-
-    def assign(self) -> None:
-        pass
-
-    def pass_over(self) -> None:
-        self._step += 1
-
-    def apply(self, messages: Sequence[Tensor]) -> None:
-        for message, value in zip(messages, self._values, strict=True):
-            if is_patched(value):
+        for message, value in zip(arrived, self._values, strict=True):
+            if value.dtype in NARROW:
                 sequence = self._codec.sequence(message)
                 if sequence != self._step:
                     raise PacketError(
@@ -218,8 +215,4 @@ class PatchReplica:
                     )
                 self._codec.decode(message, value)
         self._step += 1
-
-
-def is_patched(values: Tensor) -> bool:
-    """Return True if a patch can say how these values change."""
-    return values.dtype in (torch.bfloat16, torch.float16)
+        return arrived

@@ -5,13 +5,11 @@ Both move slots in stages, one per level (see `sync.stages`).  Codecs determine 
 on a link; `sync.feedback` keeps what codecs need from step to step.
 """
 
-import time
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial
-from typing import Any, Literal, Protocol
+from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -36,7 +34,11 @@ class Slots(Protocol):
     own_slot: int
     device: torch.device
     streams: DeviceStreams | None  # None: work runs in the caller's stream
-    feedback: Feedback | None  # None: everything travels as it is
+
+    @property
+    def feedback(self) -> Feedback | None:
+        """The packets of the slots; None if everything travels as it is."""
+        ...
 
     def values(self, slot: int, *, trainable_only: bool) -> list[Tensor]:
         """Return the slot's values as they are held, one contiguous tensor for each message."""
@@ -137,14 +139,21 @@ class Gather(StagedTransfer):
 
     Args:
         messages: by level, what is sent in place of the values of this rank's own slot.
+        replicas: by slot of another rank, what takes its messages; without one, values arrive as they are.
         is_exact: True sends everything as it is, also what is not trained; replicas start again from that.
     """
 
     def __init__(
-        self, slots: Slots, purpose: Purpose, messages: Mapping[int, Sequence[Tensor]], *, is_exact: bool
+        self,
+        slots: Slots,
+        purpose: Purpose,
+        messages: Mapping[int, Sequence[Tensor]],
+        replicas: Mapping[int, HeldSlot],
+        *,
+        is_exact: bool,
     ) -> None:
         super().__init__(slots, purpose, slots.stages)
-        self._messages = messages
+        self._messages, self._replicas = messages, replicas
         self._is_exact = is_exact
         self._arrived: dict[int, list[Tensor]] = {}  # encoded messages by slot, kept for forwarding
         self._fresh: list[tuple[int, int]] = []  # (slot, sender) of what the stage under way brings
@@ -162,13 +171,9 @@ class Gather(StagedTransfer):
         return stage.weights.start(sends, receives, self.purpose)
 
     def _outgoing(self, slot: int, stage: GatherStage) -> Sequence[Tensor]:
-        feedback, messages = self.slots.feedback, None
-        if slot == self.slots.own_slot:
-            is_patch = feedback is not None and stage.level in feedback.patches
-            messages = None if is_patch and _needs_equal_lengths(stage) else self._messages.get(stage.level)
-        elif self._replica(slot, stage) is not None:
-            messages = self._arrived.get(slot)
-        if feedback is None or messages is None or self._is_exact:
+        feedback, is_own = self.slots.feedback, slot == self.slots.own_slot
+        messages = self._messages.get(stage.level) if is_own else self._arrived.get(slot)
+        if feedback is None or messages is None or not (is_own or self._replica(slot, stage)) or self._is_exact:
             return self.slots.values(slot, trainable_only=not self._is_exact)
         feedback.counters.count(feedback.kind, sum(one.nbytes for one in messages), feedback.fp32_bytes(slot))
         return messages
@@ -182,23 +187,18 @@ class Gather(StagedTransfer):
 
     def _replica(self, slot: int, stage: GatherStage) -> HeldSlot | None:
         """Return what takes the slot's messages over this stage; None if the slot goes as it is."""
-        replica = None if self.slots.feedback is None else self.slots.feedback.replicas.get(slot)
-        return None if replica is None or (replica.varies and _needs_equal_lengths(stage)) else replica
+        replica = self._replicas.get(slot)
+        return None if replica is None or (replica.varies and needs_equal_lengths(stage)) else replica
 
     def _take_in(self) -> None:
-        feedback = self.slots.feedback
         with self._timing("decode_s"):
             for slot, sender in self._fresh:
-                replica = None if feedback is None else feedback.replicas.get(slot)
-                arrived: Sequence[Tensor] = self._arrived.get(slot, ())
-                if replica is not None and self._is_exact:
-                    replica.assign()
-                elif replica is not None and arrived:
+                replica, arrived = self._replicas.get(slot), self._arrived.get(slot)
+                if replica is not None and arrived:
                     with _naming(sender, self.purpose):
-                        self._arrived[slot] = arrived = replica.cut(arrived)
-                        replica.apply(arrived)
+                        self._arrived[slot] = replica.apply(arrived)
                 elif replica is not None:
-                    replica.pass_over()
+                    replica.assign(instead_of_messages=not self._is_exact)
         self._fresh = []
 
 
@@ -211,9 +211,8 @@ def _naming(sender: int, purpose: Purpose) -> Iterator[None]:
         raise CommunicationError(f"{purpose} from rank {sender}: {error}") from error
 
 
-def _needs_equal_lengths(stage: GatherStage) -> bool:
-    assert stage.weights is not None, f"level {stage.level} has no channel"
-    return stage.weights.has_equal_lengths
+def needs_equal_lengths(stage: GatherStage) -> bool:
+    return stage.weights is not None and stage.weights.has_equal_lengths
 
 
 class Reduce(StagedTransfer):
@@ -227,9 +226,9 @@ class Reduce(StagedTransfer):
 
     def __init__(self, slots: Slots, purpose: Purpose, stages: Sequence[GatherStage] | None = None) -> None:
         super().__init__(slots, purpose, (slots.stages if stages is None else stages)[::-1])
-        self._arrivals: list[tuple[int, Callable[[], Any]]] = []  # (sender, function that adds what it sent)
+        self._arrivals: list[tuple[int, int, int, list[Tensor]]] = []  # (slot, level, sender, messages)
         self._sent: list[Tensor] = []  # keeps messages alive until they have been sent
-        self._scale = slots.loss_scale()
+        self._scale = 1.0 if slots.feedback is None else slots.loss_scale()
 
     def _start_stage(self, stage: GatherStage) -> Transfer:
         assert stage.gradients is not None, f"{self.slots.layer}: level {stage.level} has no channel"
@@ -239,13 +238,18 @@ class Reduce(StagedTransfer):
             for slot in peer.receives:
                 sends += [(peer.rank, message) for message in self._outgoing(slot, stage.level)]
             for slot in peer.sends:
-                receives += [(peer.rank, message) for message in self._incoming(slot, stage.level, peer.rank)]
+                messages = self._incoming(slot, stage.level)
+                self._arrivals.append((slot, stage.level, peer.rank, messages))
+                receives += [(peer.rank, message) for message in messages]
         self._sent = [message for _, message in sends]
         return stage.gradients.start(sends, receives, self.purpose)
 
-    def _outgoing(self, slot: int, level: int) -> list[Tensor]:
+    def _layout(self, slot: int, level: int) -> MessageLayout | None:
         feedback = self.slots.feedback
-        layout = None if feedback is None else feedback.layout(level, slot)
+        return None if feedback is None else feedback.layout(level, slot)
+
+    def _outgoing(self, slot: int, level: int) -> list[Tensor]:
+        feedback, layout = self.slots.feedback, self._layout(slot, level)
         if feedback is None or layout is None:
             sizes = self.slots.sum_sizes(slot)
             messages = [total.to(dtype) for total, (_, dtype) in zip(self.slots.sums(slot), sizes, strict=True)]
@@ -256,35 +260,29 @@ class Reduce(StagedTransfer):
         self.slots.drop_sums(slot)
         return messages
 
-    def _incoming(self, slot: int, level: int, sender: int) -> list[Tensor]:
-        feedback = self.slots.feedback
-        layout = None if feedback is None else feedback.layout(level, slot)
-        if feedback is None or layout is None:
-            sizes = self.slots.sum_sizes(slot)
-            messages = [torch.empty(size, dtype=dtype, device=self.slots.device) for size, dtype in sizes]
-            self._arrivals.append((sender, partial(self._add, slot, messages)))
-            return messages
-        message = layout.room(self.slots.device)
-        self._arrivals.append((sender, partial(self._add_encoded, slot, level, sender, layout, message)))
-        return [message]
-
-    def _add(self, slot: int, messages: Sequence[Tensor]) -> None:
-        for total, message in zip(self.slots.sums(slot), messages, strict=True):
-            total.add_(message)
-
-    def _add_encoded(self, slot: int, level: int, sender: int, layout: MessageLayout, message: Tensor) -> None:
-        assert (feedback := self.slots.feedback) is not None, f"{self.slots.layer}: nothing is encoded"
-        feedback.gradients.add(level, sender, layout, message, self.slots.sum_parts(slot), self._scale)
+    def _incoming(self, slot: int, level: int) -> list[Tensor]:
+        if (layout := self._layout(slot, level)) is not None:
+            return [layout.room(self.slots.device)]
+        return [torch.empty(size, dtype=dtype, device=self.slots.device) for size, dtype in self.slots.sum_sizes(slot)]
 
     def _make_room(self) -> None:
         self.slots.make_sums()
 
     def _take_in(self) -> None:
         with self._timing("decode_s"):
-            for sender, add in self._arrivals:
+            for slot, level, sender, messages in self._arrivals:
                 with _naming(sender, self.purpose):
-                    add()
+                    self._add(slot, level, sender, messages)
         self._arrivals, self._sent = [], []
+
+    def _add(self, slot: int, level: int, sender: int, messages: Sequence[Tensor]) -> None:
+        feedback, layout = self.slots.feedback, self._layout(slot, level)
+        if feedback is not None and layout is not None:
+            sums = self.slots.sum_parts(slot)
+            feedback.gradients.add(level, sender, layout, messages[0], sums, self._scale)
+        else:
+            for total, message in zip(self.slots.sums(slot), messages, strict=True):
+                total.add_(message)
 
 
 class StagePipeline:
@@ -321,14 +319,13 @@ class StagePipeline:
         Raises:
             CommunicationError: nothing finished within the time limit, or a transfer failed.
         """
-        begin_ns = time.perf_counter_ns()
         with self._transport.exposed(transfer.purpose):
             while True:
                 seen = self._transport.num_finished
                 self.progress()
                 if transfer.is_complete:
                     transfer.join()
-                    self._transport.count_waits(transfer.crossed, begin_ns)
+                    self._transport.count_waits(transfer.crossed)
                     return
                 if not self._transport.wait_for_more_than(seen):
                     raise CommunicationError(transfer.describe_stall(self._transport.timeout_s))

@@ -5,17 +5,15 @@ import contextlib
 import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
 
 from ds_hybridep.errors import AgreementError, CommunicationError
-from ds_hybridep.transport.job import is_initialized, job_store
+from ds_hybridep.transport.job import is_initialized, job_store, read_note
 from ds_hybridep.transport.waits import waiting
 
 
-@waiting(for_all=True)
 def agree(payload: Mapping[str, Any], timeout_s: float) -> int:
     """Wait until all ranks have called with an equal payload, and return the number of this start-up.
 
@@ -28,32 +26,17 @@ def agree(payload: Mapping[str, Any], timeout_s: float) -> int:
     Raises:
         AgreementError: a rank differs (says which and in what), failed, or did not come.
     """
-    startup = _Startup(timeout_s)
-    startup.publish(payload)
-    verdict = startup.judge() if dist.get_rank() == 0 else startup.await_verdict()
-    if verdict:
-        raise AgreementError(verdict)
-    return startup.generation
+    return _meet(payload, timeout_s)[0]
 
 
 def hear(say: Callable[[], Any], timeout_s: float) -> Any:
     """Call `say` on rank 0 only, and return its JSON-able result on all ranks; all ranks must call.
 
-    Raises AgreementError on the other ranks if `say` fails on rank 0, or if rank 0 does not come in time.
+    Raises AgreementError on the other ranks if `say` fails on rank 0, and on all if one does not come in time.
     """
-    startup = _Startup(timeout_s)
-    if dist.get_rank() == 0:
-        try:
-            said = say()
-        except BaseException as error:
-            startup.publish({"error": f"{type(error).__name__}: {error}"})
-            raise
-        startup.publish({"said": said})
-        return said
-    heard = startup.await_payload()
-    if "error" in heard:
-        raise AgreementError(f"rank 0 cannot start: {heard['error']}")
-    return heard["said"]
+    with announcing_failure():
+        said = say() if dist.get_rank() == 0 else None
+    return _meet({}, timeout_s, said)[1]
 
 
 @contextlib.contextmanager
@@ -93,7 +76,25 @@ def together(timeout_s: float, give_up: Callable[[], None]) -> Iterator[None]:
 def _announce(reason: str) -> None:
     if is_initialized():
         with contextlib.suppress(RuntimeError):  # the store may be gone; the error itself matters more
-            _Startup(0.0).announce(reason)
+            startup = _Startup(0.0)
+            if dist.get_rank() == 0:
+                startup.write("verdict", [f"rank 0 cannot start: {reason}", None])
+            else:
+                startup.write(str(dist.get_rank()), {"error": reason})
+
+
+@waiting(for_all=True)
+def _meet(payload: Mapping[str, Any], timeout_s: float, said: Any = None) -> tuple[int, Any]:
+    """Return the number of a start-up with equal payloads, and what rank 0 has said there."""
+    startup = _Startup(timeout_s)
+    startup.write(str(dist.get_rank()), payload)
+    if dist.get_rank() == 0:
+        startup.write("verdict", [startup.judge(), said])
+    # Rank 0 may first wait for its own limit.
+    error, said = startup.read("verdict", 1.25 * timeout_s + 5.0) or (startup.give_up([0], 1.25 * timeout_s + 5.0), "")
+    if error:
+        raise AgreementError(error)
+    return startup.generation, said
 
 
 class _Startup:
@@ -104,21 +105,15 @@ class _Startup:
     have gone on to a later one.
     """
 
-    @waiting(for_all=True)
     def __init__(self, timeout_s: float) -> None:
-        self._store = job_store()
-        self._timeout_s = timeout_s
-        self._rank = dist.get_rank()
-        self.generation = self._count(self._rank, 1)
-        while self._was_missed(self._rank) and self._others_went_on():
-            self.generation = self._count(self._rank, 1)
+        self._store, self._timeout_s, rank = job_store(), timeout_s, dist.get_rank()
+        others = range(1, dist.get_world_size()) if rank == 0 else (0,)
+        self.generation = self._count(rank, 1)
+        while self._was_missed(rank) and any(self._count(other, 0) > self.generation for other in others):
+            self.generation = self._count(rank, 1)
 
     def _count(self, rank: int, more: int) -> int:
         return int(self._store.add(f"ds_hybridep/startups/{rank}", more))
-
-    def _others_went_on(self) -> bool:
-        others = range(1, dist.get_world_size()) if self._rank == 0 else (0,)
-        return any(self._count(rank, 0) > self.generation for rank in others)
 
     def _was_missed(self, rank: int) -> bool:
         return bool(self._store.check([self._key(f"missed/{rank}")]))
@@ -126,67 +121,40 @@ class _Startup:
     def _key(self, name: str) -> str:
         return f"ds_hybridep/startup/{self.generation}/{name}"
 
-    @waiting(for_all=True)
-    def publish(self, payload: Mapping[str, Any]) -> None:
-        self._store.set(self._key(str(self._rank)), json.dumps(payload, sort_keys=True))
+    def write(self, name: str, value: Any) -> None:
+        self._store.set(self._key(name), json.dumps(value, sort_keys=True))
 
-    def announce(self, reason: str) -> None:
-        if self._rank == 0:
-            self._store.set(self._key("verdict"), f"rank 0 cannot start: {reason}")
-        else:
-            self.publish({"error": reason})
-
-    def judge(self) -> str:
-        """On rank 0: compare all payloads, and tell all ranks the verdict, which is empty if they are equal."""
-        deadline = time.monotonic() + self._timeout_s
-        # After the limit, the store still has 1 s for each rank, to deliver the payloads that are there.
-        texts = [self._get(str(rank), max(deadline - time.monotonic(), 1.0)) for rank in range(dist.get_world_size())]
-        missing = [rank for rank, text in enumerate(texts) if text is None]
-        if missing:
-            verdict = self._give_up(missing, f"ranks {missing}", self._timeout_s)
-        else:
-            verdict = _compare_payloads([json.loads(text) for text in texts if text is not None])
-        if not verdict and self._was_missed(0):
-            verdict = "other ranks gave up waiting for rank 0 before it came; start all ranks together"
-        self._store.set(self._key("verdict"), verdict)
-        return verdict
-
-    def await_verdict(self) -> str:
-        """On other ranks: return the verdict of rank 0, which may first wait for its own limit."""
-        limit_s = 1.25 * self._timeout_s + 5.0
-        verdict = self._get("verdict", limit_s)
-        return self._give_up([0], "rank 0", limit_s) if verdict is None else verdict
-
-    @waiting(for_all=True)
-    def await_payload(self) -> Mapping[str, Any]:
-        """On other ranks: return what rank 0 has published."""
-        text = self._get("0", self._timeout_s)
-        if text is None:
-            raise AgreementError(self._give_up([0], "rank 0", self._timeout_s))
-        heard: Mapping[str, Any] = json.loads(text)
-        return heard
-
-    def _give_up(self, missing: Sequence[int], who: str, limit_s: float) -> str:
-        """Tell the missing ranks that nobody waits for them any more, and return the verdict."""
-        for rank in missing:
-            self._store.set(self._key(f"missed/{rank}"), "")
-        return (
-            f"{who} did not join the hybridep start-up within {limit_s:g} s: install the same ds_hybridep there "
-            f"and give every rank the same ds_config (hybridep.timeout_s sets the limit)"
-        )
-
-    def _get(self, name: str, limit_s: float) -> str | None:
+    def read(self, name: str, limit_s: float) -> Any:
         """Wait for a value and return it, or None if the limit passes first."""
-        key = self._key(name)
         try:
-            self._store.wait([key], timedelta(seconds=limit_s))
-        except dist.DistStoreError:
-            return None
+            return read_note(self._store, self._key(name), limit_s)
         except RuntimeError as error:
             raise AgreementError(
                 f"the job's store failed: {error}; look at the log of the rank that hosts it"
             ) from error
-        return str(self._store.get(key), "utf-8")
+
+    def judge(self) -> str:
+        """On rank 0: compare all payloads, and return what is wrong."""
+        deadline = time.monotonic() + self._timeout_s
+        # After the limit, the store still has 1 s for each rank, to deliver the payloads that are there.
+        payloads = [
+            self.read(str(rank), max(deadline - time.monotonic(), 1.0)) for rank in range(dist.get_world_size())
+        ]
+        if missing := [rank for rank, payload in enumerate(payloads) if payload is None]:
+            return self.give_up(missing, self._timeout_s)
+        if not (verdict := _compare_payloads(payloads)) and self._was_missed(0):
+            verdict = "other ranks gave up waiting for rank 0 before it came; start all ranks together"
+        return verdict
+
+    def give_up(self, missing: Sequence[int], limit_s: float) -> str:
+        """Tell the missing ranks that nobody waits for them any more, and return the verdict."""
+        for rank in missing:
+            self._store.set(self._key(f"missed/{rank}"), "")
+        who = "rank 0" if missing == [0] else f"ranks {missing}"
+        return (
+            f"{who} did not join the hybridep start-up within {limit_s:g} s: install the same ds_hybridep there "
+            f"and give every rank the same ds_config (hybridep.timeout_s sets the limit)"
+        )
 
 
 def _compare_payloads(payloads: Sequence[Mapping[str, Any]]) -> str:

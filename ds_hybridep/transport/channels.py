@@ -23,7 +23,7 @@ import torch.distributed as dist
 from ds_hybridep.errors import CommunicationError
 from ds_hybridep.link import BULK, URGENT, Handle
 from ds_hybridep.plan.cluster import Cluster
-from ds_hybridep.transport.groups import first_line
+from ds_hybridep.transport.job import first_line
 from ds_hybridep.transport.job_link import LinkSettings, open_link
 from ds_hybridep.transport.nccl import NcclBatch, NcclGroup
 from ds_hybridep.transport.staging import Part, Staging
@@ -60,24 +60,12 @@ class Purpose:
         return f"{self.operation} of {self.layer}" if self.layer else self.operation
 
 
-@dataclass(frozen=True)
-class Wait:
-    """One of the waits in a row over a level, for traces."""
-
-    level: int
-    purpose: Purpose
-    begin_ns: int
-    end_ns: int
-
-
 class Transfer:
     """A started batch of sends and receives.  `end_ns` is measured for background transfers only."""
 
     def __init__(self, channel: "Channel", purpose: Purpose, sends: Sequence[Part], receives: Sequence[Part]) -> None:
-        self.channel = channel
-        self.purpose = purpose
-        self.start_ns = time.perf_counter_ns()
-        self.end_ns = self.start_ns
+        self.channel, self.purpose = channel, purpose
+        self.start_ns = self.end_ns = time.perf_counter_ns()
         self.num_bytes = sum(tensor.nbytes for _, tensor in (*sends, *receives))
         self.device_side: Staging | NcclBatch | None = None  # for tensors on a device
         self._destinations = [rank for rank, _ in sends]
@@ -102,7 +90,6 @@ class Transfer:
         transfer over NCCL.
         """
         transport = self.channel.transport
-        begin_ns = time.perf_counter_ns()
         if not self._ended.is_set():
             with transport.exposed(self.purpose):
                 if not self._ended.wait(transport.timeout_s):
@@ -113,7 +100,7 @@ class Transfer:
             transport.count_received(rank, len(handle.wait()), self.purpose.kind)  # copies what came early
         self.arriving = []
         if not self.channel.is_background:
-            transport.count_waits([self], begin_ns)
+            transport.count_waits([self])
         if self.device_side is not None:
             self.device_side.deliver()
             self.device_side = None
@@ -170,14 +157,12 @@ class Channel:
     """
 
     def __init__(self, transport: "Transport", name: str, ranks: Sequence[int], level: int, background: bool) -> None:
-        self.transport = transport
-        self.name = name
-        self.ranks = tuple(ranks)
-        self.level = level
-        self.is_background = background
-        self._far = frozenset(rank for rank in ranks if transport.is_far(rank))
+        self.transport, self.name, self.ranks = transport, name, tuple(ranks)
+        self.level, self.is_background = level, background
+        fastest = max(1, len(transport.cluster.levels) - 1)  # messages over it are acknowledged in no time
+        self._far = {rank for rank in ranks if rank != transport.rank and transport.level_to(rank) < fastest}
         priority = BULK if background else URGENT
-        self._messages = transport.link.channel(name, self.ranks, transport.generation, priority)
+        self._messages = transport.link.channel(name, self.ranks, generation=transport.generation, priority=priority)
         self._nccl: NcclGroup | None = None  # made by `prepare`
         self._is_closed = False
         self._failure: str | None = None  # once set, nothing more is sent from a device: messages match by order
@@ -333,7 +318,6 @@ class Transport:
         self.world_size = dist.get_world_size()
         self.traffic = Traffic()
         self.records: list[Transfer] | None = None  # finished background transfers, while a trace is taken
-        self.wait_records: list[Wait] = []  # waits in a row, while a trace is taken
         self._channels: dict[tuple[str, tuple[int, ...]], Channel] = {}
         self.last_transfer: Transfer | None = None  # the one that was started last
         self.num_finished = 0  # background transfers that have ended
@@ -350,7 +334,7 @@ class Transport:
         key = (name, tuple(ranks))
         if key not in self._channels:
             level = min(self.level_to(rank) for rank in ranks if rank != self.rank)
-            self.link.connect(ranks if hub in (None, self.rank) else (hub,))
+            self.link.meet(ranks if hub in (None, self.rank) else (hub,))
             self._channels[key] = Channel(self, name, ranks, level, background)
         return self._channels[key]
 
@@ -360,15 +344,11 @@ class Transport:
         assert level is not None, f"rank {rank} sends to itself"
         return level
 
-    def is_far(self, rank: int) -> bool:
-        """Return True if a message to `rank` leaves the fastest of several levels."""
-        return rank != self.rank and self.level_to(rank) < max(1, len(self.cluster.levels) - 1)
-
     def count_received(self, rank: int, num_bytes: int, kind: str) -> None:
         self.traffic.received_bytes[self.level_to(rank), kind] += num_bytes
 
-    def count_waits(self, transfers: Sequence[Transfer], begin_ns: int) -> None:
-        """Count a wait for transfers, which began at `begin_ns`, over each level that they crossed.
+    def count_waits(self, transfers: Sequence[Transfer]) -> None:
+        """Count a wait for transfers over each level that they crossed.
 
         A transfer that started before an earlier wait over the level ended does not count again: the two travelled
         together, and the earlier wait includes the delay of both.
@@ -378,8 +358,6 @@ class Transport:
             for level, before in transfer.waits_before.items():
                 if waits[level] == before:
                     waits[level] = before + 1
-                    if self.records is not None:
-                        self.wait_records.append(Wait(level, transfer.purpose, begin_ns, time.perf_counter_ns()))
 
     def note_finished(self, transfer: Transfer) -> None:
         if (records := self.records) is not None:  # the main thread may end a trace at any time

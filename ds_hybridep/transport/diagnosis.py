@@ -3,16 +3,26 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
-from ds_hybridep.link import FAILED, LEFT, LOST, SILENT_S, Fact, State
+from ds_hybridep.link import FAILED, LEFT, LOST, State
 from ds_hybridep.plan.cluster import Cluster
 
 VERDICT = "verdict"  # what another rank has found to be the cause
 GONE = State.GONE.value
-ENDED = (FAILED, GONE, LOST, LEFT)  # kinds of facts after which nothing comes of a rank
-_TELLING = (FAILED, GONE, VERDICT)  # of several facts, the first one of the most telling kind is the cause
+ENDED = (FAILED, GONE, LEFT)  # kinds of news after which nothing comes of a rank, whoever waits for it
+_TELLING = (FAILED, GONE, VERDICT)  # of several news, the first one of the most telling kind is the cause
 BRIDGES = 4  # ranks of each domain with connections to other domains
 NEARBY = 8  # up to so many domains, each has connections to all others
+
+
+class News(NamedTuple):
+    """What has become of a rank, or what it has found; as `link.Fact`, and which rank says so."""
+
+    rank: int
+    kind: str
+    text: str
+    by: int
 
 
 def peers_of(cluster: Cluster, rank: int) -> list[int]:
@@ -39,32 +49,30 @@ class View:
     cluster: Cluster
     timeout_s: float
     step: int  # of this rank
-    hears: Mapping[tuple[int, int], bool] = field(default_factory=dict)  # whether a rank hears a peer, if that is news
     ages: Mapping[int, float] = field(default_factory=dict)  # seconds since a peer of this rank was heard
     steps: Mapping[int, int] = field(default_factory=dict)  # optimizer steps that it had made then
-    facts: Sequence[Fact] = ()  # in the order in which they came
+    news: Sequence[News] = ()  # in the order in which they came
     last_transfer: str = ""
 
-    def is_alive(self, rank: int) -> bool:
-        """Return True if news of a rank reach this one."""
-        return rank in self._reached()
+    def ranks(self, *kinds: str) -> set[int]:
+        """Return the ranks of which there are news of these kinds."""
+        return {one.rank for one in self.news if one.kind in kinds}
 
-    def _reached(self) -> set[int]:
-        ended = {fact.rank for fact in self.facts if fact.kind in (FAILED, GONE, LEFT)}
-        reached, front = {self.rank}, [self.rank]
-        while front:
-            rank = front.pop()
-            for peer in peers_of(self.cluster, rank):
-                hears = self.hears.get((rank, peer), True) and self.hears.get((peer, rank), True)
-                if hears and peer not in ended and peer not in reached:
-                    reached.add(peer)
-                    front.append(peer)
-        return reached
+    def cuts(self) -> set[tuple[int, int]]:
+        """Return pairs of ranks of which the first has lost the second."""
+        return {(one.by, one.rank) for one in self.news if one.kind == LOST}
 
     def silent(self) -> set[int]:
         """Return the ranks of which no news come, though they have not said that they end."""
-        ended = {fact.rank for fact in self.facts if fact.kind in (FAILED, GONE, LEFT)}
-        return set(range(self.cluster.num_ranks)) - self._reached() - ended
+        ended, cuts = self.ranks(*ENDED), self.cuts()
+        reached, front = {self.rank}, [self.rank]
+        while front:
+            rank = front.pop()
+            for peer in set(peers_of(self.cluster, rank)) - ended - reached:
+                if not cuts & {(rank, peer), (peer, rank)}:
+                    reached.add(peer)
+                    front.append(peer)
+        return set(range(self.cluster.num_ranks)) - reached - ended
 
     def last_seen(self, rank: int) -> str:
         return f"; last seen in step {self.steps[rank]}" if rank in self.steps else ""
@@ -73,16 +81,16 @@ class View:
 def cause_of(view: View) -> str:
     """Say in one line what is wrong, beginning with the rank, the domain or the link that is to blame.
 
-    Empty if no rank told the cause, is silent or has left, and every peer is heard.
+    Empty if no rank told the cause, is lost or has left.
     """
-    return _told(view) or _silent(view) or _broken_link(view) or _lost(view) or _left(view)
+    return _told(view) or _silent(view) or _broken_link(view) or _left(view)
 
 
 def _told(view: View) -> str:
-    facts = [fact for fact in view.facts if fact.kind in _TELLING and fact.rank != view.rank]
-    if not facts:
+    news = [one for one in view.news if one.kind in _TELLING and one.rank != view.rank]
+    if not news:
         return ""
-    first = min(facts, key=lambda fact: _TELLING.index(fact.kind))
+    first = min(news, key=lambda one: _TELLING.index(one.kind))
     if first.kind == VERDICT:
         return first.text
     if first.kind == FAILED:
@@ -97,14 +105,13 @@ def _silent(view: View) -> str:
     if not (silent := view.silent()):
         return ""
     level, ranks, is_domain = _widest(view, silent)
-    since = f"for {max((view.ages[rank] for rank in ranks if rank in view.ages), default=SILENT_S):.0f} s"
+    since = f"for {max(view.timeout_s, *(view.ages.get(rank, 0.0) for rank in ranks)):.0f} s"
     more = sorted(silent - set(ranks))
     rest = view.last_seen(ranks[0]) + (f"; silent too: ranks {more}" if more else "")
     who = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {ranks}"
     if not is_domain:
-        said = next((fact.text for fact in view.facts if fact.kind == LOST and fact.rank in ranks), "")
-        said = said.rpartition("; last, ")[2]
-        return f"{who} silent {since}: {said or 'stopped, down or cut off'}{rest}"
+        said = next((one.text for one in view.news if one.kind == LOST and one.rank in ranks), "")
+        return f"{who} silent {since}: {said.partition('; last, ')[2] or 'stopped, down or cut off'}{rest}"
     name = view.cluster.levels[level].name
     theirs, ours = view.cluster.place_of(ranks[0])[level], view.cluster.place_of(view.rank)[level]
     others = {view.cluster.place_of(rank)[level] for rank in silent} - {ours}
@@ -136,9 +143,8 @@ def _widest(view: View, silent: set[int]) -> tuple[int, list[int], bool]:
 
 def _broken_link(view: View) -> str:
     """Blame a link over which two ranks do not hear each other, though both are alive for others."""
-    for rank, peer in sorted(pair for pair, hears in view.hears.items() if not hears):
-        level = view.cluster.level_between(rank, peer)
-        if level is not None and view.is_alive(rank) and view.is_alive(peer):
+    for rank, peer in sorted(view.cuts()):
+        if (level := view.cluster.level_between(rank, peer)) is not None:
             name = view.cluster.levels[level].name
             ends = [view.cluster.place_of(one)[level] for one in (rank, peer)]
             return (
@@ -148,14 +154,8 @@ def _broken_link(view: View) -> str:
     return ""
 
 
-def _lost(view: View) -> str:
-    """Name a rank of which one connection was lost while another one brings its heartbeats."""
-    return next((f"rank {fact.rank} is lost: {fact.text}" for fact in view.facts if fact.kind == LOST), "")
-
-
 def _left(view: View) -> str:
-    left = sorted({fact.rank for fact in view.facts if fact.kind == LEFT})
-    if not left:
+    if not (left := sorted(view.ranks(LEFT))):
         return ""
     who = f"rank {left[0]} has" if len(left) == 1 else f"ranks {left} have"
     return f"{who} ended or detached (the script returned, or called exit), while others wait in a collective"
@@ -164,22 +164,14 @@ def _left(view: View) -> str:
 def report(view: View, cause: str) -> str:
     """Return the message of a rank that ends: the cause, then what is known of every rank, and what to do."""
     lines = [f"hybridep: {cause}", f"  this is rank {view.rank}, in step {view.step}"]
-    left = {fact.rank for fact in view.facts if fact.kind == LEFT}
-    ended = {fact.rank for fact in view.facts if fact.kind in (FAILED, GONE)}
-    silent, by_state = view.silent(), dict[str, list[int]]()
-    for rank in range(view.cluster.num_ranks):
-        step = f", was in step {view.steps[rank]}" if rank in view.steps else ""
-        if rank in ended:
-            said = f"has ended{step}"
-        elif rank in left:
-            said = "has left"
-        elif rank in silent:
-            said = f"silent{step}"
-        else:
-            said = "alive"
-        if rank != view.rank:
-            by_state.setdefault(said, []).append(rank)
-    lines += [f"  rank{'s' * (len(ranks) > 1)} {_short(ranks)}: {said}" for said, ranks in by_state.items()]
+    known = {"has ended": view.ranks(FAILED, GONE), "has left": view.ranks(LEFT), "silent": view.silent()}
+    by_state: dict[str, list[int]] = {}
+    for rank in sorted(set(range(view.cluster.num_ranks)) - {view.rank}):
+        state = next((state for state, ranks in known.items() if rank in ranks), "alive")
+        if state in ("has ended", "silent") and rank in view.steps:
+            state += f", was in step {view.steps[rank]}"
+        by_state.setdefault(state, []).append(rank)
+    lines += [f"  rank{'s' * (len(ranks) > 1)} {_short(ranks)}: {state}" for state, ranks in by_state.items()]
     if view.last_transfer:
         lines.append(f"  last transfer of this rank: {view.last_transfer}")
     lines.append(

@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The job's process group, as the launcher made it."""
 
+import json
 import os
+import socket
 from datetime import timedelta
 from typing import Any
 
@@ -10,7 +12,6 @@ import torch.distributed as dist
 
 from ds_hybridep.config import HybridEPConfig
 from ds_hybridep.errors import CommunicationError, UnsupportedError
-from ds_hybridep.transport.sockets import check_congestion_control
 
 
 def group_ranks(group: Any) -> tuple[int, ...]:
@@ -60,6 +61,20 @@ def job_store() -> Any:
     return store if attempt == "0" else dist.distributed_c10d.PrefixStore(f"attempt{attempt}", store)
 
 
+def read_note(store: Any, key: str, limit_s: float) -> Any:
+    """Return a JSON value of the store once it is there, None after the limit; RuntimeError if the store fails."""
+    try:
+        store.wait([key], timedelta(seconds=limit_s))
+        return json.loads(store.get(key))
+    except dist.DistStoreError:
+        return None
+
+
+def first_line(error: Exception) -> str:
+    """Return the first line of the message; the other lines hold a C++ stack."""
+    return str(error).splitlines()[0]
+
+
 def longest_wait_s(timeout_s: float) -> float:
     """Return torch's own time limit for the job's collectives, or `timeout_s` if that is longer.
 
@@ -78,7 +93,7 @@ def join_job(timeout_s: float) -> None:
     try:
         dist.init_process_group("gloo", timeout=timedelta(seconds=timeout_s))
     except (ValueError, RuntimeError) as error:
-        said = str(error).splitlines()[0]
+        said = first_line(error)
         remedy = "start the command as a training script is started, with deepspeed, torchrun or `ds_hybridep lab`"
         if "[127." in said:
             remedy = "the name of this host is a loopback address: set GLOO_SOCKET_IFNAME to the network interface"
@@ -102,8 +117,12 @@ def backends_of(config: HybridEPConfig, device: torch.device) -> tuple[str, ...]
     Raises UnsupportedError if a backend or a level's congestion control is missing.
     """
     for index, level in enumerate(config.levels):
-        if level.congestion_control is not None:
-            check_congestion_control(level.congestion_control, f"hybridep.levels[{index}].congestion_control")
+        if (control := level.congestion_control) is not None and (refusal := why_not_permitted(control)):
+            raise UnsupportedError(
+                f'hybridep.levels[{index}].congestion_control is "{control}", but this system does not permit it '
+                f"({refusal}); load the module tcp_{control} and add {control} to "
+                "net.ipv4.tcp_allowed_congestion_control on every node, or leave the key out"
+            )
     return tuple(
         backend_for(level.backend, device, f"hybridep.levels[{index}].backend")
         for index, level in enumerate(config.levels)
@@ -118,3 +137,18 @@ def backend_for(wanted: str, device: torch.device, where: str) -> str:
         reason = "this build of torch has none" if device.type == "cuda" else f"the model is on {device.type!r}"
         raise UnsupportedError(f'{where} is "nccl", but {reason}; set it to "auto" or "gloo"')
     return wanted
+
+
+def why_not_permitted(control: str) -> str:
+    """Return why connections of this process may not have this congestion control of TCP; empty if they may.
+
+    Linux's default, CUBIC, takes every lost frame for a full link: on 1 Gbit/s with 50 ms one way and 1% loss, one
+    connection carries 1 Mbit/s.  BBR measures the link's rate and sends at it: 190 Mbit/s.  Where nothing gets lost
+    CUBIC is the better one, because after a pause BBR sends a short message slowly.
+    """
+    try:
+        with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as one:
+            one.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, control.encode())
+    except (OSError, AttributeError) as error:
+        return str(error)
+    return ""

@@ -7,24 +7,23 @@ import os
 import secrets
 import socket
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import psutil
 import torch.distributed as dist
 
 from ds_hybridep.config import HybridEPConfig
 from ds_hybridep.errors import AgreementError, ConfigError
-from ds_hybridep.link import LEAST_SECRET_BYTES, SILENT_S, TLS, Address, Channel, Fact, Link, Options, Peer
+from ds_hybridep.link import LEAST_SECRET_BYTES, SILENT_S, TLS, Address, Link, Options
 from ds_hybridep.plan.cluster import Cluster
-from ds_hybridep.transport.job import job_store
+from ds_hybridep.transport.job import job_store, read_note
 from ds_hybridep.transport.waits import waiting
 
-_newest: "JobLink | None" = None
-_lock = threading.Lock()  # guards it, and the number of users
+_links: list["JobLink"] = []
+_lock = threading.Lock()  # guards them, and the numbers of their users
 
 
 @dataclass(frozen=True)
@@ -69,133 +68,52 @@ class LinkSettings:
 
 
 def open_link(cluster: Cluster, generation: int, settings: LinkSettings) -> "JobLink":
-    """Return the link that all ranks have open with these settings, or a new one; all ranks must call together.
+    """Return the link that this process has open with these settings, or a new one; all ranks must call together.
 
     Each call needs a call of `JobLink.leave`.  generation: as in `Transport`.
-    Raises CommunicationError if no port is free, ConfigError if a file cannot be used, AgreementError if a rank does
-    not come within the time limit.
+    Raises CommunicationError if no port is free, ConfigError if a file cannot be used.
     """
-    global _newest
-    notes = _Notes(f"ds_hybridep/{generation}/link", settings.timeout_s)
+    store = job_store()
+    options = [Options(level.link.connections, level.link.congestion_control) for level in cluster.levels]
     with _lock:
-        if (link := _newest) is not None and link.is_open() and link.has(cluster, settings):
-            link.num_users += 1
-        else:
-            link = None
-    try:
-        name, secret = notes.settle("" if link is None else link.name, str(generation))
-        if link is None or link.name != name:
-            if settings.ports is not None and _newest is not None and not _newest.num_users:
-                _newest.wait_closed()  # its port may be the last one
-            other, link = link, JobLink(cluster, name, bytes.fromhex(secret), settings)
-            if other is not None:
-                other.leave()
-            with _lock:
-                _newest = link
-    except BaseException:
-        if link is not None:
-            link.leave()
-        raise
+        link = next((one for one in _links if one.has(options, settings)), None)
+        if link is None:
+            for unused in [one for one in _links if not one.num_users]:
+                unused.close()  # its port may be the last one, and others must know that it has ended
+                _links.remove(unused)
+            # The first one to write it makes the secret of the job.
+            secret = store.compare_set("ds_hybridep/link/secret", "", secrets.token_hex(32))
+            link = JobLink(store, options, bytes.fromhex(secret.decode()), settings)
+            _links.append(link)
+        link.join(cluster, generation)
     return link
 
 
-class Listener(Protocol):
-    """Hears of what becomes of peers, in the link's thread."""
+class JobLink(Link):
+    """The link of this rank to the other ranks of the job, shared by all engines with the same settings.
 
-    def on_change(self, fact: Fact) -> None:
-        """Called with what a peer has announced, or what has become of it."""
-        ...
-
-    def on_tick(self) -> None:
-        """Called several times a second."""
-        ...
-
-
-class JobLink:
-    """The link of this rank to the other ranks of the job; arguments as in `open_link`.
-
-    name: of this link, in the job's store.  secret: of the job, the same on all ranks; a secret file goes before it.
+    options: of connections over each level.  secret: of the job; a secret file goes before it.
     """
 
-    def __init__(self, cluster: Cluster, name: str, secret: bytes, settings: LinkSettings) -> None:
-        self.name, self.num_users = name, 1
-        self._cluster, self._settings = cluster, settings
-        self._notes = _Notes(f"ds_hybridep/{name}/addresses", settings.timeout_s)
-        self._listener: Listener | None = None
-        self._link = Link(
+    def __init__(self, store: Any, options: Sequence[Options], secret: bytes, settings: LinkSettings) -> None:
+        super().__init__(
             dist.get_rank(), dist.get_world_size(), secret=settings.read_secret() or secret, host=own_host(),
             ports=settings.ports, tls=settings.tls, timeout_s=max(settings.timeout_s, 2 * SILENT_S),
-            on_change=self._on_change, on_tick=self._on_tick,
         )  # fmt: skip
-        self._notes.write(str(self._link.rank), self._link.address)
+        self.num_users = 0
+        self._store, self._options, self._settings = store, options, settings
+        self._found: set[int] = set()  # ranks whose notes were read since `join`
 
-    def is_open(self) -> bool:
-        """Return True if it was not closed, and no fork has left it to this process's parent."""
-        return self.num_users > 0 and not self._link.is_closed
+    def has(self, options: Sequence[Options], settings: LinkSettings) -> bool:
+        """Return True if it is as these say and was not closed, nor left to this process's parent by a fork."""
+        is_open = self.num_users > 0 and not self.is_closed
+        return is_open and (options, settings) == (self._options, self._settings)
 
-    def has(self, cluster: Cluster, settings: LinkSettings) -> bool:
-        """Return True if its connections are as these say."""
-        return settings == self._settings and _options_of(cluster) == _options_of(self._cluster)
-
-    def connect(self, ranks: Sequence[int]) -> None:
-        """Connect to those of the ranks to which there is no connection yet; they must call, too.
-
-        Raises CommunicationError if one cannot be reached within the time limit.
-        """
-        options = _options_of(self._cluster)
-        by_level: dict[int, dict[int, Address]] = {}
-        for rank in ranks:
-            if rank != self._link.rank and rank not in self._link.peers:
-                level = self._cluster.level_between(self._link.rank, rank)
-                assert level is not None
-                host, port = self._notes.read(str(rank), rank)
-                by_level.setdefault(level, {})[rank] = (host, port)
-        with waiting():
-            for level, addresses in by_level.items():
-                self._link.connect(addresses, options[level])
-
-    def channel(self, name: str, ranks: Sequence[int], generation: int, priority: int) -> Channel:
-        return self._link.channel(name, ranks, generation=generation, priority=priority)
-
-    # -- for the watch ----------------------------------------------------------------------------------------------
-
-    def listen(self, listener: "Listener | None") -> None:
-        """Let one object hear of all changes; None: nobody."""
-        self._listener = listener
-        for fact in self._link.facts():
-            self._on_change(fact)
-
-    def announce(self, kind: str, text: str, key: str = "") -> None:
-        self._link.announce(kind, text, key)
-
-    def set_progress(self, progress: int) -> None:
-        """Let heartbeats carry a number."""
-        self._link.outgoing.progress = progress
-
-    def say_last(self, kind: str, text: str) -> None:
-        """Set what this rank announces when its process ends."""
-        self._link.last_words = kind, text
-
-    def peers(self) -> Mapping[int, Peer]:
-        return self._link.peers
-
-    def statistics(self) -> list[dict[str, Any]]:
-        """Return what was exchanged with each peer, as `link.Statistics` with the rank, JSON-able."""
-        return [{"rank": rank, **one._asdict()} for rank, one in sorted(self._link.statistics().items())]
-
-    def _on_change(self, fact: Fact) -> None:
-        if (listener := self._listener) is not None:
-            listener.on_change(fact)
-
-    def _on_tick(self) -> None:
-        if (listener := self._listener) is not None:
-            listener.on_tick()
-
-    # -- the end ----------------------------------------------------------------------------------------------------
-
-    def wait_closed(self) -> None:
-        """Wait until a link that nobody uses any more has given its port back."""
-        self._link.close()
+    def join(self, cluster: Cluster, generation: int) -> None:
+        """Add a user, and tell the other ranks where this one is found from now on."""
+        self.num_users += 1
+        self._cluster, self._prefix, self._found = cluster, f"ds_hybridep/{generation}/link", {self.rank}
+        self._store.set(f"{self._prefix}/{self.rank}", json.dumps([*self.address, self.instance.hex()]))
 
     def leave(self) -> None:
         """Undo one `open_link`; the last call closes the link, without waiting for the other ranks."""
@@ -203,12 +121,35 @@ class JobLink:
             self.num_users -= 1
             if self.num_users:
                 return
-        self._link.close(waits=False)
+        self.close(waits=False)
 
+    @waiting()
+    def meet(self, ranks: Sequence[int]) -> None:
+        """Connect to those of the ranks to which there is no connection yet; they must call, too.
 
-def _options_of(cluster: Cluster) -> list[Options]:
-    """Return the options of connections over each level."""
-    return [Options(level.link.connections, level.link.congestion_control) for level in cluster.levels]
+        Raises AgreementError if one has not opened its link, or CommunicationError if one cannot be reached, within
+        the time limit.
+        """
+        by_level: dict[int, dict[int, Address]] = {}
+        limit_s = self._settings.timeout_s
+        for rank in set(ranks) - self._found:
+            if (note := read_note(self._store, f"{self._prefix}/{rank}", limit_s)) is None:
+                raise AgreementError(
+                    f"rank {rank} did not come to the start of the link within {limit_s:g} s, see its log"
+                )
+            host, port, instance = note
+            peer = self.peers.get(rank)
+            if peer is None or peer.instance.hex() != instance:  # the rank may have closed its last link meanwhile
+                level = self._cluster.level_between(self.rank, rank)
+                assert level is not None
+                by_level.setdefault(level, {})[rank] = (host, port)
+        for level, addresses in by_level.items():
+            self.connect(addresses, self._options[level])
+        self._found |= set(ranks)
+
+    def report(self) -> list[dict[str, Any]]:
+        """Return what was exchanged with each peer, as `link.Statistics` with the rank, JSON-able."""
+        return [{"rank": rank, **one._asdict()} for rank, one in sorted(self.statistics().items())]
 
 
 def own_host() -> str:
@@ -232,37 +173,3 @@ def own_host() -> str:
         found = [one.address for device in psutil.net_if_addrs().values() for one in device]
         host = next((one for one in found if one.count(".") == 3 and not one.startswith("127.")), host)
     return host
-
-
-class _Notes:
-    """What ranks tell each other in the job's store, below one path."""
-
-    def __init__(self, path: str, timeout_s: float) -> None:
-        self._store, self._path, self._timeout_s = job_store(), path, timeout_s
-
-    def settle(self, held: str, new: str) -> tuple[str, str]:
-        """Return the name and the secret of the link to use: the held one if all ranks hold it, else a new one."""
-        rank = dist.get_rank()
-        self.write(str(rank), held)
-        if rank == 0:
-            # Rank 0 alone reads all: each rank reading all would be a million requests for 1000 ranks.
-            is_shared = held and all(self.read(str(other), other) == held for other in range(1, dist.get_world_size()))
-            self.write("verdict", [held, ""] if is_shared else [new, secrets.token_hex(32)])
-        name, secret = self.read("verdict", 0)
-        return str(name), str(secret)
-
-    def write(self, name: str, value: Any) -> None:
-        self._store.set(f"{self._path}/{name}", json.dumps(value))
-
-    @waiting()
-    def read(self, name: str, writer: int) -> Any:
-        """Return a note; AgreementError if its writer does not write it within the time limit."""
-        key = f"{self._path}/{name}"
-        try:
-            self._store.wait([key], timedelta(seconds=self._timeout_s))
-            return json.loads(self._store.get(key))
-        except RuntimeError as error:
-            raise AgreementError(
-                f"rank {writer} did not come to the start of the link within {self._timeout_s:g} s, see its log: "
-                f"{str(error).splitlines()[0][:200]}"
-            ) from error

@@ -16,18 +16,22 @@ DeepSpeed's own communicators may differ too.  So the device must run kernels of
 leave NCCL_LAUNCH_ORDER_IMPLICIT at 0 and CUDA_DEVICE_MAX_CONNECTIONS above 1, or choose "gloo" for the outer levels.
 """
 
+import hashlib
 import threading
 import time
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from ds_hybridep.transport.groups import connect_nccl, naming_ranks
+from ds_hybridep.errors import CommunicationError
+from ds_hybridep.transport.job import first_line, job_store
 from ds_hybridep.transport.staging import Part
 from ds_hybridep.transport.streams import DeviceStreams, Mark
+from ds_hybridep.transport.waits import waiting
 
 if TYPE_CHECKING:
     from ds_hybridep.transport.channels import Transport
@@ -69,12 +73,19 @@ class NcclGroup:
         self._index_of_rank = {rank: index for index, rank in enumerate(ranks)}
         self._watching = streams.new_stream()
         others = [rank for rank in ranks if rank != transport.rank]
-        with naming_ranks(f"{name} over NCCL", ranks, transport, "NCCL_DEBUG=INFO"):
-            self._group = connect_nccl(name, ranks, transport, streams.device)
-            # NCCL connects two ranks in the first batch that they share, and the host waits: no transfer may do that.
-            there, here = (torch.zeros(len(others), 1, dtype=torch.uint8, device=streams.device) for _ in range(2))
-            greeting = self.start(list(zip(others, there, strict=True)), list(zip(others, here, strict=True)))
-            greeting.wait(timedelta(seconds=transport.timeout_s))
+        try:
+            with waiting(for_all=True):
+                self._group = connect_nccl(name, ranks, transport, streams.device)
+                # NCCL connects two ranks in the first batch that they share, and the host waits: no transfer may.
+                there, here = (torch.zeros(len(others), 1, dtype=torch.uint8, device=streams.device) for _ in range(2))
+                greeting = self.start(list(zip(others, there, strict=True)), list(zip(others, here, strict=True)))
+                greeting.wait(timedelta(seconds=transport.timeout_s))
+        except RuntimeError as error:
+            raise CommunicationError(
+                f"rank {transport.rank}: connecting ranks {list(ranks)} for {name} over NCCL failed within the time "
+                f"limit of {transport.timeout_s:g} s: {first_line(error)}; look at the log of those ranks for the "
+                "first error, and at NCCL_DEBUG=INFO"
+            ) from error
 
     def start(self, sends: Sequence[Part], receives: Sequence[Part]) -> NcclBatch:
         """Start one batch.  The other ranks must start their batches with this one in the same order."""
@@ -89,3 +100,25 @@ class NcclGroup:
             work.wait()  # this stream waits, not the host
             arrived = self._streams.mark()
         return NcclBatch(self._streams, arrived, [tensor for _, tensor in (*sends, *receives)])
+
+
+def connect_nccl(name: str, ranks: tuple[int, ...], transport: "Transport", device: torch.device) -> Any:
+    """Return a process group over some ranks of the job, made by these ranks alone.
+
+    `dist.new_group` would not do: if all ranks call it, each group costs a barrier over the job; if only members do,
+    it names the group by the number of groups that a rank knows, which differs once users make groups.
+    """
+    members = hashlib.sha256("-".join(map(str, ranks)).encode()).hexdigest()[:16]
+    path = f"ds_hybridep/{transport.generation}/nccl/{name}/{members}"
+    store: Any = dist.distributed_c10d.PrefixStore(path, job_store())
+    index = ranks.index(transport.rank)
+    kind, options = dist.ProcessGroup.BackendType.NCCL, dist.ProcessGroupNCCL.Options()
+    options._timeout = timedelta(seconds=transport.timeout_s)
+    options.global_ranks_in_group, options.group_name = list(ranks), store.prefix
+    backend = dist.ProcessGroupNCCL(store, index, len(ranks), options)
+    group = dist.ProcessGroup(store, index, len(ranks))
+    group._set_default_backend(kind)
+    group._register_backend(torch.device("cuda"), kind, backend)
+    # Without this, all members would have to take part in the first batch.
+    backend.eager_connect_single_device(device)
+    return group

@@ -8,7 +8,7 @@ compute, evaluate or sleep for any time.
 A rank that waits for others, in a collective of this package or of any other (`waits`), ends
 
     at once            when another rank raised an exception, or has judged that the job cannot go on
-                       when a peer has been silent for timeout_s
+                       when a rank has been silent for timeout_s
     after timeout_s    when another rank is gone, and the wait brings no error
 
 It writes the message and all threads' stacks, aborts its process groups, and exits with EXIT_STATUS, because nothing
@@ -25,21 +25,23 @@ import re
 import sys
 import threading
 import time
+from math import inf
 from typing import Protocol
 
 import torch.distributed as dist
 
 from ds_hybridep.errors import AgreementError, CommunicationError
-from ds_hybridep.link import FAILED, LEFT, LOST, SILENT_S, Fact, State
+from ds_hybridep.link import FAILED, LEFT, LOST, SILENT_S, Fact
 from ds_hybridep.plan.cluster import Cluster
 from ds_hybridep.transport.agreement import agree
-from ds_hybridep.transport.diagnosis import ENDED, GONE, VERDICT, View, cause_of, peers_of, report
+from ds_hybridep.transport.diagnosis import ENDED, GONE, VERDICT, News, View, cause_of, peers_of, report
 from ds_hybridep.transport.job_link import LinkSettings, open_link
 from ds_hybridep.transport.waits import Waits
 
 EXIT_STATUS = 75  # of a rank that ends because of another one: EX_TEMPFAIL of sysexits.h, "try again"
 LOOK_S = 1.0  # between looks at this rank's waits
 WAIT_S = 1.0  # a wait that lasts longer does not end by itself
+AGREE_S = 2.5  # between the first and the last peer's loss of a rank
 WORD_S = 4.0  # how long an ending process waits for news of what has ended it
 TELL_S = 0.2  # how long the link's thread may take to tell the others
 END_S = 2.0  # how long others have to hear the message, and the wait to raise an error
@@ -89,28 +91,28 @@ class Watch:
         self.rank, self.cluster, self.timeout_s = dist.get_rank(), cluster, settings.timeout_s
         self._limit_s = max(settings.timeout_s, 2 * SILENT_S)
         self._pid = os.getpid()
-        self._facts: dict[tuple[int, str], Fact] = {}  # by rank and kind, in the order in which they came
-        self._hears: dict[tuple[int, int], tuple[int, bool]] = {}  # (rank, its peer) -> number of the news, whether
-        self._watched = frozenset(peers_of(cluster, self.rank))
+        self._news: dict[tuple[int, str, int], News] = {}  # in the order in which they came
+        self._lost_at = inf  # when this rank heard first that one is lost
         self._has_announced = False
         self._waits = Waits()
         self._looked_at = time.monotonic()
         self._ends_at: float | None = None  # when this process is ended, if its wait does not end before
         self._cause = ""
-        self._knows_more = threading.Condition()
         self._link = open_link(cluster, agree({}, settings.timeout_s), settings)
-        self._link.listen(self)
+        self._link.on_change, self._link.on_tick = self.on_change, self.on_tick
+        for fact in self._link.facts():
+            self.on_change(fact)
         try:
-            self._link.connect(sorted(self._watched))
+            self._link.meet(peers_of(cluster, self.rank))
         except BaseException:
-            self._link.leave()
+            self.leave()
             raise
         atexit.register(self._at_exit)
 
     def leave(self) -> None:
         """Stop watching."""
         atexit.unregister(self._at_exit)
-        self._link.listen(None)
+        self._link.on_change = self._link.on_tick = None
         self._link.leave()
 
     # -- news -------------------------------------------------------------------------------------------------------
@@ -118,45 +120,39 @@ class Watch:
     def on_change(self, fact: Fact) -> None:
         """Hear what the link knows of a peer, or what a peer passes on."""
         if fact.kind == "news":
-            self._tell(Fact(*json.loads(fact.text)))
-        elif fact.kind == "hears":
-            self._note(*json.loads(fact.text))
-        elif fact.kind in (State.ALIVE, State.SILENT) and fact.rank in self._watched:
-            number, heard = self._hears.get((self.rank, fact.rank), (0, True))
-            if (hears := fact.kind == State.ALIVE) != heard:
-                self._note(self.rank, fact.rank, number + 1, hears)
-        elif fact.kind in ENDED:
-            self._tell(fact)
+            self._hear(News(*json.loads(fact.text)))
+        elif fact.kind in (*ENDED, LOST):
+            self._hear(News(*fact, self.rank))
 
-    def _tell(self, fact: Fact) -> None:
-        """Keep a fact, and pass it on."""
-        key = fact.rank, fact.kind
-        if key in self._facts or fact.rank == self.rank:
+    def _hear(self, news: News) -> None:
+        """Keep news, and pass them on."""
+        key = news.rank, news.kind, news.by if news.kind == LOST else -1
+        if key in self._news or (news.rank == self.rank and news.kind != LOST):
             return
-        with self._knows_more:
-            self._facts[key] = fact
-            self._knows_more.notify_all()
-        self._announce(fact)
+        self._news[key] = news
+        if news.kind == LOST:
+            self._lost_at = min(self._lost_at, time.monotonic())
+        self._tell(news)
         self._looked_at = 0.0
 
-    def _announce(self, fact: Fact) -> None:
+    def _tell(self, news: News) -> None:
         """Tell all peers what has become of a rank."""
-        text = fact.text.encode(errors="replace")[:MAX_TEXT_BYTES].decode(errors="ignore")
-        self._link.announce("news", json.dumps([fact.rank, fact.kind, text], ensure_ascii=False))
+        text = news.text.encode(errors="replace")[:MAX_TEXT_BYTES].decode(errors="ignore")
+        self._link.announce("news", json.dumps(news._replace(text=text), ensure_ascii=False))
 
-    def _note(self, rank: int, peer: int, number: int, hears: bool) -> None:
-        """Keep whether a rank hears its peer, and pass it on."""
-        if number <= self._hears.get((rank, peer), (0, True))[0]:
-            return
-        self._hears[rank, peer] = number, hears
-        self._link.announce("hears", json.dumps([rank, peer, number, hears]), key=f"{rank} hears {peer}")
+    def _has(self, *kinds: str) -> bool:
+        return any(one.kind in kinds for one in list(self._news.values()))
+
+    def _is_told(self) -> bool:
+        """Return whether it is known that the job cannot go on, and why."""
+        return self._has(FAILED, VERDICT) or time.monotonic() - self._lost_at > AGREE_S
 
     # -- the judgement ----------------------------------------------------------------------------------------------
 
     def on_tick(self) -> None:
         """Look at what has become of this rank's waits, and of its main thread."""
-        self._link.set_progress(_num_steps())
-        error = getattr(sys, "last_value", None)
+        self._link.outgoing.progress = _num_steps()
+        error = self._link.failure()
         if error is not None and not threading.main_thread().is_alive():  # other threads may still run for long
             self._announce_failure(error)
         now = time.monotonic()
@@ -177,10 +173,9 @@ class Watch:
 
     def _cannot_go_on(self) -> bool:
         """Return whether what this rank waits for will not come."""
-        kinds = {kind for _, kind in self._facts}
         # A process may end without a word and in good order, and torch's record does not say for whom this one waits.
         misses_all = self._waits.longest_s() > self._limit_s or self._waits.longest_for_all_s() > WAIT_S
-        return not kinds.isdisjoint((FAILED, VERDICT, LOST)) or (misses_all and GONE in kinds)
+        return self._is_told() or (misses_all and self._has(GONE))
 
     def _decide(self) -> bool:
         """Find the cause, tell the others, and write the message, once; without a cause return False."""
@@ -188,7 +183,7 @@ class Watch:
         if self._cause or not (cause := cause_of(view)):
             return bool(self._cause)
         self._cause = cause
-        self._announce(Fact(self.rank, VERDICT, cause))
+        self._tell(News(self.rank, VERDICT, cause, self.rank))
         with contextlib.suppress(OSError, ValueError):
             sys.stdout.flush()
         with contextlib.suppress(OSError):
@@ -197,16 +192,15 @@ class Watch:
 
     def view(self) -> View:
         """Return all that this rank knows."""
-        peers = dict(self._link.peers())
+        peers = dict(self._link.peers)
         return View(
             rank=self.rank,
             cluster=self.cluster,
             timeout_s=self.timeout_s,
             step=_num_steps(),
-            hears={pair: hears for pair, (_, hears) in dict(self._hears).items()},
             ages={rank: peer.age_s() for rank, peer in peers.items()},
             steps={rank: peer.progress for rank, peer in peers.items()},
-            facts=tuple(dict(self._facts).values()),
+            news=tuple(dict(self._news).values()),
             last_transfer=next((owner.last_transfer() for owner in reversed(_owners)), ""),
         )
 
@@ -220,18 +214,19 @@ class Watch:
         if not follows_from_others(error):
             said = str(error).strip().splitlines()
             text = f"{type(error).__name__}: {said[0] if said else ''}"
-            self._announce(Fact(self.rank, FAILED, text))
-        self._link.say_last(LEFT, "it has failed")
+            self._tell(News(self.rank, FAILED, text, self.rank))
+        self._link.last_words = LEFT, "it has failed"
 
     def _at_exit(self) -> None:
         if self._pid != os.getpid():
             return
-        error = getattr(sys, "last_value", None)
+        error = self._link.failure()
         if error is not None:
             self._announce_failure(error)
             if follows_from_others(error):
-                with self._knows_more:
-                    self._knows_more.wait_for(lambda: bool({kind for _, kind in self._facts} - {LEFT}), WORD_S)
+                until = time.monotonic() + WORD_S
+                while not self._is_told() and not self._has(GONE) and time.monotonic() < until:
+                    time.sleep(LOOK_S / 20)
                 self._decide()
         self._waits.look()
         # The interpreter would wait for collectives under way without a limit.  One that has failed is no longer under

@@ -6,6 +6,7 @@ import math
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -83,8 +84,9 @@ def kept_back(engine: Engine) -> dict[str, torch.Tensor]:
     for replicas in replicas_of(engine):
         total = torch.zeros(len(replicas.domain_ranks), sum(part.rows * part.cols for part in replicas.parts) * 2)
         gradients, sizes = replicas.feedback.gradients, [part.fp32_bytes // 4 for part in replicas.parts]
-        for (_, (slot, name)), piece in gradients.sent.items():
-            place = total[slot].split(sizes)[replicas.trainable_names.index(name)]
+        starts = {part.pieces[0][0]: slot for slot, parts in enumerate(replicas.slot_parts) for part in parts}
+        for (_, (name, start)), piece in gradients.sent.items():
+            place = total[starts[name, start]].split(sizes)[replicas.trainable_names.index(name.split()[1])]
             place += gradients.value(piece).view(-1)
         result[replicas.layer] = total
     return result
@@ -100,31 +102,39 @@ def residuals_before_and_after(case: Case, block: dict[str, Any]) -> list[tuple[
             name = replicas.layer
             everywhere = [torch.empty_like(before[name]) for _ in range(dist.get_world_size())]
             dist.all_gather(everywhere, before[name])
+            names = replicas.trainable_names
             owed[name] = sum(everywhere[rank][replicas.own_slot] for rank in replicas.domain_ranks)
         ds_hybridep.replan(engine, block_of(case, **block))
         attachment = attachment_of(engine)
-        taken = {name: [p.clone() for p in parts] for name, parts in attachment.runtime._undelivered.parts.items()}
-        pairs = [(owed[name], torch.cat([part.reshape(-1) for part in taken[name]])) for name in owed]
+        waiting = attachment.runtime.codecs.waiting
+        taken = {(one.name, one.start): one.values * dist.get_world_size() for one in waiting.records()}
+        pairs = [
+            (owed[name], torch.cat([taken[one] for n in names for one in sorted(taken) if one[0] == f"{name} {n}"]))
+            for name in owed
+        ]
         train(engine, case, 3, 1)
-        assert not attachment.runtime._undelivered.parts
+        assert not waiting.records()
         return pairs
 
 
 def gradients_of_nothing(case: Case) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """(carried, gradient) of each expert parameter after a backward whose own gradients are zero."""
+    """(carried, change of the parameter) of each expert parameter in a step whose own gradients are zero."""
     with engine_of(case, with_block=True, hybridep=block_with(case, LOSSY)) as engine:
         train(engine, case, 0, 3)
         ds_hybridep.replan(engine, block_of(case, **block_of_sizes(case, (1, 1))))
         attachment = attachment_of(engine)
-        carried = {name: [p.clone() for p in parts] for name, parts in attachment.runtime._undelivered.parts.items()}
-        engine.backward(engine(*batch_of(case, 99)) * 0.0)
-        pairs = []
-        for name, layer in attachment.layers.items():
-            by_parameter = zip(*(expert.parameters() for expert in layer.experts.deepspeed_experts), strict=True)
-            for part, parameters in zip(carried[name], by_parameter, strict=True):
-                pairs += [(one, parameter.grad.clone()) for one, parameter in zip(part, parameters, strict=True)]
+        waiting = attachment.runtime.codecs.waiting
+        carried = {(one.name, one.start): one.values.clone() for one in waiting.records() if " " in one.name}
+        before = {name: p.detach().clone() for name, p in engine.module.named_parameters()}
+        loss = engine(*batch_of(case, 99)) * 0.0
+        engine.backward(loss)
         engine.step()
-        return pairs
+        after = dict(engine.module.named_parameters())
+        return [
+            (carried[place].view_as(after[name]), after[name].detach() - before[name])
+            for name, place in waiting.places().items()
+            if place in carried
+        ]
 
 
 def planned_run(case: Case, wanted: list[tuple[int, ...]], steps: int) -> tuple[list[float], dict[str, Any], bool]:
@@ -144,24 +154,24 @@ def planned_run(case: Case, wanted: list[tuple[int, ...]], steps: int) -> tuple[
         return losses, ds_hybridep.stats(engine)["planning"], planner.is_settled
 
 
-def note_looks(planner: Any) -> list[int]:
-    """Steps at which the plan is looked at from now on; every look finds that it stays."""
-    found: list[int] = []
+def looks_at(planner: Any) -> list[int]:
+    """Let every look find that the plan stays; the steps of these looks are added to the list."""
+    steps: list[int] = []
 
     def look(current: Option, about: Look) -> tuple[Option, bool]:
-        found.append(about.step)
+        steps.append(about.step)
         return current, True
 
     planner._chooser.look = look
-    return found
+    return steps
 
 
 def looks_of(case: Case, steps: int, **settings: Any) -> tuple[list[int], int, bool]:
-    """Steps at which the plan is looked at, with a change of steps under way."""
+    """Steps at which the plan is looked at; every look finds that it stays.  With a change of steps under way."""
     with engine_of(case, with_block=True, hybridep=planned_block(case, **settings)) as engine:
         planner = attachment_of(engine).planner
-        found, note = note_looks(planner), planner._watch.note
-        planner._watch.note = lambda _: note(1.0 if planner._num_steps <= 12 else 5.0)
+        found = looks_at(planner)
+        note, planner._watch.note = planner._watch.note, lambda _: note(1.0 if planner._num_steps <= 12 else 5.0)
         train(engine, case, 0, steps)
         return found, planner._num_steps, planner._watch.mode == "off"
 
@@ -171,7 +181,7 @@ def choose_again(case: Case) -> list[tuple[bool, bool]]:
     with engine_of(case, with_block=True, hybridep=planned_block(case)) as engine:
         attachment, found = attachment_of(engine), []
         planner = attachment.planner
-        looks = note_looks(planner)
+        looks = looks_at(planner)
         planner.hold()
         for _ in range(2):
             train(engine, case, 0, 8)
@@ -202,15 +212,11 @@ def measured_links(case: Case) -> tuple[list[dict[str, Any]], int]:
     from ds_hybridep.adaptive import probe
 
     levels = [{"name": "dc", "size": 2, "domain_size": "auto"}, {"name": "gpu", "size": 2}]
-    long_enough_s, probe.LONG_ENOUGH_S = probe.LONG_ENOUGH_S, 0.01
-    try:
-        with engine_of(case, with_block=True, hybridep={"levels": levels}) as engine:
-            dist.barrier()  # nobody leaves while others still connect
-            planner = attachment_of(engine).planner
-            sent_bytes = planner._transport.traffic.sent_bytes.get((0, "control"), 0)
-            return ds_hybridep.stats(engine)["planning"]["links"], sent_bytes
-    finally:
-        probe.LONG_ENOUGH_S = long_enough_s
+    short = mock.patch.object(probe, "LONG_ENOUGH_S", 0.01)
+    with short, engine_of(case, with_block=True, hybridep={"levels": levels}) as engine:
+        dist.barrier()  # nobody leaves while others still connect
+        sent_bytes = attachment_of(engine).planner._transport.traffic.sent_bytes.get((0, "control"), 0)
+        return ds_hybridep.stats(engine)["planning"]["links"], sent_bytes
 
 
 def planned_block(case: Case, **settings: Any) -> dict[str, Any]:
@@ -262,9 +268,8 @@ def load_into_a_lossy_plan(case: Case, folder: str) -> tuple[str, float, float]:
 
 def carried_norm(engine: Engine) -> float:
     """L2 norm of what waits at parameters without replicas."""
-    carried = attachment_of(engine).runtime._undelivered
-    parts = [part for parts in carried.parts.values() for part in parts]
-    return sum(float(part.square().sum()) for part in parts) ** 0.5
+    records = attachment_of(engine).runtime.codecs.waiting.records()
+    return sum(float(one.values.square().sum()) for one in records) ** 0.5
 
 
 def expert_gradient_norm(module: torch.nn.Module) -> float:
@@ -313,6 +318,23 @@ def save_what_is_carried(case: Case, folder: str, domain_size: int) -> tuple[flo
         without = movement_of_nothing(engine, case)
         engine.load_checkpoint(folder, tag="between")
         return moved, without, movement_of_nothing(engine, case)
+
+
+def errors_of_replan(case: Case) -> tuple[list[tuple[str, str]], float, float]:
+    """Errors of changes that are refused, and what senders have kept back before and after them."""
+    with engine_of(case, with_block=True, hybridep=block_with(case, [("identity", COARSE)])) as engine:
+        train(engine, case, 0, 3)
+        before = runtime_of(engine).undelivered_norm
+        wrong = block_with(case, [("identity", {"type": "top_k", "k": 99999, "block": 256})])
+        errors = [
+            error_of(ds_hybridep.replan, engine, block_of(case, **block))
+            for block in (
+                planned_block(case),
+                {"levels": [{"name": "all", "size": 1}, {"name": "gpu", "size": 2}]},
+                wrong,
+            )
+        ]
+        return errors, before, runtime_of(engine).undelivered_norm
 
 
 def wrap_and_replan(case: Case, folder: str) -> tuple[bool, int, list[bool]]:
@@ -370,63 +392,22 @@ def plan_without_work(case: Case, *, is_frozen: bool) -> tuple[int, int]:
 
 def plans_that_fit(case: Case) -> list[tuple[float, list[int]]]:
     """Look by look, the memory left, which ranks differ in, and the largest domains for just enough and a bit less."""
-    measure = meter.memory_left
-    meter.memory_left = lambda device, num_neighbours: (1e6 * (7 - dist.get_rank()), 1000.0)
-    try:
-        with engine_of(case, with_block=True, hybridep=planned_block(case)) as engine:
-            planner, found = attachment_of(engine).planner, []
+    memory = mock.patch.object(meter, "memory_left", lambda *_: (1e6 * (7 - dist.get_rank()), 1000.0))
+    with memory, engine_of(case, with_block=True, hybridep=planned_block(case)) as engine:
+        planner, found = attachment_of(engine).planner, []
 
-            def look(current: Option, about: Look) -> tuple[Option, bool]:
-                free_bytes, sizes = planner._meter.memory[0], []
-                needed_bytes = 1000.0 + max(
-                    about.job.memory(option).replica_bytes for option in planner._chooser.options
-                )
-                for extra in (1, -1):
-                    planner._meter.memory = (needed_bytes / meter.ROOM_SHARE + extra, 1000.0)
-                    sizes.append(max(max(o.config.domain_sizes) for o in planner._chooser.options if about.fits(o)))
-                found.append((free_bytes, sizes))
-                return current, True
+        def look(current: Option, about: Look) -> tuple[Option, bool]:
+            free_bytes, options, sizes = planner._meter.memory[0], planner._chooser.options, []
+            needed_bytes = 1000.0 + max(about.job.memory(option).replica_bytes for option in options)
+            for extra in (1, -1):
+                planner._meter.memory = (needed_bytes / meter.ROOM_SHARE + extra, 1000.0)
+                sizes.append(max(max(o.config.domain_sizes) for o in options if about.fits(o)))
+            found.append((free_bytes, sizes))
+            return current, True
 
-            planner._chooser.look = look
-            train(engine, case, 0, 6)
-            return found
-    finally:
-        meter.memory_left = measure
-
-
-def token_codecs_of(case: Case) -> list[str]:
-    """What the log says of tokens: as set, after plans by hand, and of a planned job; and what that counts on."""
-
-    def described(engine: Engine) -> str:
-        train(engine, case, 0, 1)
-        return attachment_of(engine).runtime.describe()
-
-    def levels(token_codec: str, *sizes: Any) -> dict[str, Any]:
-        block = block_of_sizes(case, sizes)
-        block["levels"][0]["token_codec"] = token_codec
-        return block
-
-    with engine_of(case, with_block=True, hybridep=levels("int8", 1, 1)) as engine:
-        found = [described(engine)]
-        for block in (levels("fp8", 1, 1), levels("fp8", 2, 1)):
-            ds_hybridep.replan(engine, block_of(case, **block))
-            found.append(described(engine))
-    with engine_of(case, with_block=True, hybridep=levels("int8", "auto", 1) | {"token_exchange": "direct"}) as engine:
-        found.append(described(engine))
-        found += [codecs.token.name for codecs in attachment_of(engine).planner.current.layout.codecs]
-    return found
-
-
-def errors_of_replan(case: Case) -> tuple[list[tuple[str, str]], float, float]:
-    """Errors of changes that are refused, and what senders have kept back before and after them."""
-    auto = block_of_sizes(case, ("auto",))
-    other = {"levels": [{"name": "dc", "size": 2}, {"name": "gpu", "size": 1}]}
-    codec = block_with(case, [("identity", {"type": "top_k", "k": 99999, "block": 256})])
-    with engine_of(case, with_block=True, hybridep=block_with(case, [("identity", COARSE)])) as engine:
-        train(engine, case, 0, 3)
-        before = runtime_of(engine).undelivered_norm
-        errors = [error_of(ds_hybridep.replan, engine, block_of(case, **block)) for block in (auto, other, codec)]
-        return errors, before, runtime_of(engine).undelivered_norm
+        planner._chooser.look = look
+        train(engine, case, 0, 6)
+        return found
 
 
 # -- tests ------------------------------------------------------------------------------------------------------
@@ -460,12 +441,14 @@ def test_what_codecs_had_kept_back_goes_to_the_owners(pool4: ProcessPool, sizes:
 
 
 def test_what_has_no_place_in_the_next_plan_is_added_to_the_next_gradients(pool4: ProcessPool):
-    for pairs in pool4.run(gradients_of_nothing, case=world4(2, 1)):
-        carried, gradient = (torch.cat([pair[i].reshape(-1) for pair in pairs]) for i in (0, 1))
-        factor = (gradient @ carried) / (carried @ carried)  # DeepSpeed may have averaged
+    case = world4(2, 1, optimizer="sgd")
+    for pairs in pool4.run(gradients_of_nothing, case=case):
+        carried, change = (torch.cat([pair[i].reshape(-1) for pair in pairs]) for i in (0, 1))
+        assert change.norm() > 0
+        # SGD moves every parameter by the learning rate times its gradient, which DeepSpeed may have averaged.
+        factor = -(change @ carried) / (carried @ carried)
+        torch.testing.assert_close(change, -factor * carried, rtol=1e-4, atol=1e-7)
         assert factor > 0
-        assert gradient.norm() > 0
-        torch.testing.assert_close(gradient, factor * carried, rtol=1e-4, atol=1e-7)
 
 
 def test_a_planned_job_changes_its_plan_and_keeps_its_losses(pool4: ProcessPool):
@@ -552,6 +535,14 @@ def test_a_checkpoint_holds_what_is_carried(pool2: ProcessPool, tmp_path, domain
         assert again == pytest.approx(moved, rel=1e-5)
 
 
+def test_a_plan_that_is_refused_changes_nothing(pool2: ProcessPool):
+    for errors, before, after in pool2.run(errors_of_replan, case=world2(2)):
+        assert [kind for kind, _ in errors] == ["ConfigError"] * 3
+        assert 'without "auto"' in errors[0][1]
+        assert "same levels as before" in errors[1][1]
+        assert after == before > 0
+
+
 def test_wrappers_of_the_user_survive_a_change_of_plan(pool2: ProcessPool, tmp_path):
     for survives, num_calls, left in pool2.run(wrap_and_replan, case=world2(2), folder=str(tmp_path)):
         assert survives
@@ -571,24 +562,6 @@ def test_frozen_experts_have_nothing_lossy_and_evaluations_are_not_planned(pool2
     for lossy, num_changes in pool2.run(plan_without_work, case=world2(1), is_frozen=False):
         assert lossy > 0
         assert num_changes == 0
-
-
-def test_a_plan_that_is_refused_changes_nothing(pool2: ProcessPool):
-    for errors, before, after in pool2.run(errors_of_replan, case=world2(2)):
-        assert [name for name, _ in errors] == ["ConfigError"] * 3
-        assert 'without "auto"' in errors[0][1]
-        assert "same levels as before" in errors[1][1]
-        assert after == before > 0
-
-
-@pytest.mark.slow
-def test_token_codecs_stay_as_they_are_set(pool4: ProcessPool):
-    for first, by_hand, without_tokens, planned, *priced in pool4.run(token_codecs_of, case=world4(1, 1)):
-        assert first.endswith("dispatched tokens int8 over dc")
-        assert by_hand.endswith("dispatched tokens fp8 over dc")
-        assert without_tokens.endswith("dispatched tokens fp8 over dc (no effect: no tokens of ours cross it)")
-        assert "dispatched tokens int8 over dc" in planned
-        assert priced == ["int8", "identity"]
 
 
 def test_plans_have_the_memory_that_is_free(pool2: ProcessPool):

@@ -73,9 +73,7 @@ def distance_of_mirrors(case: Case, codecs: Codecs) -> list[float]:
                 migration_of(engine)._ship(is_exact=False)
             migration_of(engine).finish_shipments()
             runtime_of(engine).verify()
-            sums = [
-                m.squared_distance(r.own.sources()) for r in replicas_of(engine) for m in r.feedback.mirrors.values()
-            ]
+            sums = [m.squared_distance(r.own.sources()) for r in replicas_of(engine) for m in r.feedback.mirrors]
             distances.append((sum(apart for apart, _ in sums) / sum(whole for _, whole in sums)) ** 0.5)
         return distances
 
@@ -147,7 +145,7 @@ def resume(case: Case, codecs: Codecs, folder: str, then: Codecs | None = None) 
             "equal": all(map(torch.equal, parameters, engine.module.parameters())),
             "residual": residual,
             "handed over": handed_over,
-            "left": bool(runtime_of(engine)._undelivered.parts),
+            "left": bool(runtime_of(engine).codecs.waiting.records()),
         }
 
 
@@ -168,7 +166,7 @@ def load_twice(case: Case, codecs: Codecs, folder: str) -> dict[str, Any]:
     with engine_of(case, with_block=True, hybridep=block_with(case, codecs)) as engine:
         train(engine, case, 0, 3)
         engine.save_checkpoint(folder)
-        found["saved"] = weighted_sum_of(residuals_of(engine))
+        found["saved"] = weighted_sum_of(residuals_of(engine)) + undelivered_of(engine)  # the latter of copies
     other: Codecs = [("int8", "int8")] * 2
     with engine_of(case, with_block=True, hybridep=block_with(case, other)) as engine:
         for name in ("once", "twice"):
@@ -187,7 +185,9 @@ def load_twice(case: Case, codecs: Codecs, folder: str) -> dict[str, Any]:
 
 
 def undelivered_of(engine: Engine) -> float:
-    return weighted_sum_of(part for parts in runtime_of(engine)._undelivered.parts.values() for part in parts)
+    """In the units of sums over ranks, as residuals of experts are."""
+    records = [one for one in runtime_of(engine).codecs.undelivered() if " " in one.name]
+    return dist.get_world_size() * weighted_sum_of(one.values.view(1, -1) for one in records)
 
 
 def lose_a_file(case: Case, codecs: Codecs, folder: str) -> list[tuple[str, str]]:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from ds_hybridep.experts import codec_checkpoint
+from ds_hybridep.integration import codec_state
 
 MIB = 2**20
 
@@ -61,28 +61,27 @@ def test_a_resume_under_another_plan_reads_only_what_concerns_the_own_experts(tm
     big = torch.zeros(64 * MIB // 4)
     layer = {
         "mirrors": {"int8()": {"values": [big.clone(), big.clone()], "states": []}},
-        "replicas": [{"slot": 1, "values": [big.clone()], "expected": 3}],
-        "sent": [
-            {"piece": [1, "w"], "experts": [7], "residual": big.clone().view(1, -1)},
-            {"piece": [0, "w"], "experts": [2, 3], "residual": torch.ones(2, 2, 4)},
-        ],
-        "received": [],
+        "replicas": {1: {"values": [big.clone()], "expected": 3}},
+        "gradients": {
+            "sent": [
+                {"piece": ["moe w", 7 * big.numel()], "shape": [1, 1, big.numel()], "residual": big.clone()},
+                {"piece": ["moe w", 16], "shape": [2, 2, 4], "residual": torch.ones(2, 2, 4)},
+            ],
+        },
     }
-    for rank in range(2):
-        saved = {"plan": "other", "step": 5, "world_size": 2, "layers": {"moe": layer}}
-        codec_checkpoint.write(tmp_path, rank, 2, saved)
+    saved = {"experts": {"moe": layer}, "synchronised": {}, "undelivered": [], "places": {}}
+    codec_state.write(tmp_path, 0, 1, saved)
     program = """
         import sys
         from pathlib import Path
         import torch
-        from ds_hybridep.experts.codec_checkpoint import OwnedExperts, PATTERN, undelivered
-
-        owned = OwnedExperts(
-            name="moe", experts=range(2, 4), shapes={"w": (2, 2, 4)}, share=0.5, device=torch.device("cpu")
-        )
+        from ds_hybridep.integration.codec_state import PATTERN, read
+        from ds_hybridep.sync.undelivered import kept_back_in
 
         def run():
-            found = undelivered([owned], sorted(Path(sys.argv[1]).glob(PATTERN)), 5, 2)
-            assert torch.equal(found["moe"][0], torch.ones(2, 2, 4)), found  # half of two files
+            (path,) = Path(sys.argv[1]).glob(PATTERN)
+            found = list(kept_back_in(read(path), 2, lambda name, start, stop: 0.5 * (start < 32)))
+            assert [one.start for one in found] == [16]
+            assert torch.equal(found[0].values, torch.full((16,), 0.25))
     """
     assert growth_of(program, str(tmp_path)) < 32

@@ -79,7 +79,8 @@ def test_what_codecs_note_of_dropped_gradients_is_undone_where_the_drop_was(
     layer: LayerExperts, is_undone: bool
 ) -> None:
     changes, undone = StepChanges(), []
-    layer.replicas.feedback = mock.MagicMock(changes=changes)
+    layer.replicas.feedback = mock.MagicMock()
+    layer.replicas.feedback.gradients.changes = changes
     layer.replicas.feedback.gradients.noted.return_value = ["own"]
     layer.add_gradients([])
     layer.start_return(ReturnHandle())
@@ -114,6 +115,6 @@ def test_only_the_first_change_of_a_step_is_undone_and_none_after_an_applied_one
     assert undone == ["first"]
     assert encoder not in changes
     changes.note(encoder, lambda: undone.append("third"))
-    changes.keep()
+    changes.commit()
     changes.undo()
     assert undone == ["first"]

@@ -58,7 +58,7 @@ def test_the_tail_for_older_versions_gives_router_logits_once() -> None:
 
 def test_what_older_layers_lack_is_not_asked_for_or_is_refused() -> None:
     autoep._refuse_unsupported("mlp", SimpleNamespace(folding_group_handles=None, combine_impl="weighted_sum"))
-    assert adapters.experts_of(SimpleNamespace(num_local_experts=3), 2) == [6, 7, 8]
+    assert autoep.experts_of(SimpleNamespace(num_local_experts=3), 2) == [6, 7, 8]
     with pytest.raises(UnsupportedError, match=r"model\.mlp: adapters of experts need DeepSpeed 0\.19\.7 or newer"):
         adapters.put_on(nn.Module(), {"model.mlp": []}, None)
     adapters.put_on(nn.Module(), {}, None)

@@ -1,18 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
-"""AutoEP's layers with settings that were made for DeepSpeed's own: lossy codecs and "auto"."""
+"""AutoEP's layers under ZeRO-3, with lossy codecs, with "auto", and what the estimator says of them.
 
+Parity is in test_autoep.py.
+"""
+
+import gc
 import importlib.util
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
-from autoep_cases import SHAPE, case4, engine_of
-from parity import FP32_TOLERANCE, Case
+import torch
+from autoep_cases import SHAPE, case4
+from checkpoints import checked_engine
+from marks import slow
+from parity import FP32_TOLERANCE, Case, loss_of, model_of
 from process_pool import ProcessPool
-from training import train
+from training import batch_of, train
 
 import ds_hybridep
+from ds_hybridep.errors import ConfigError, UnsupportedError
 
 pytestmark = [
     pytest.mark.dist,
@@ -20,14 +28,71 @@ pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("transformers") is None, reason="needs transformers: '.[hf]'"),
 ]
 
+LOW_RANK = {"type": "low_rank", "rank": 4}
 RECOMPUTED = replace(SHAPE, checkpointing="reentrant")
 LOSSY = {
     "weight_codec": {"type": "low_rank", "rank": 4}, "gradient_codec": "int8",
     "dense_weight_codec": "int8", "dense_gradient_codec": "int8",
 }  # fmt: skip
+LOSSY_EXPERTS = {"weight_codec": {"type": "low_rank", "rank": 4}, "gradient_codec": "int8"}
 
 
 # -- in the workers ---------------------------------------------------------------------------------------------
+
+
+def train_over_plans(case: Case, plans: list[tuple[int, int]]) -> tuple[list[float], list[float]]:
+    """Losses without the block, and with it: two steps by each plan, then two without it again."""
+    with checked_engine(case, with_block=False) as engine:
+        plain = train(engine, case, 0, 2 * len(plans) + 2)
+    with checked_engine(case, with_block=True) as engine:
+        losses = train(engine, case, 0, 2)
+        for index, sizes in enumerate(plans[1:], start=1):
+            block = case4("qwen3_moe", *sizes).ds_config(with_block=True)["hybridep"]
+            ds_hybridep.replan(engine, block)
+            losses += train(engine, case, 2 * index, 2)
+        ds_hybridep.detach(engine)
+        losses += train(engine, case, 2 * len(plans), 2)
+    return plain, losses
+
+
+def train_and_drop(case: Case, owner: Literal["engine", "optimizer"]) -> dict[bool, list[float]]:
+    """By `with_block`: losses when somebody calls zero_grad after the first of the micro-steps."""
+    losses: dict[bool, list[float]] = {}
+    for with_block in (False, True):
+        with checked_engine(case, with_block=with_block) as engine:
+            losses[with_block] = []
+            for step in range(3):
+                for micro_step in range(case.accumulation):
+                    loss = loss_of(engine, case, *batch_of(case, step, micro_step))
+                    losses[with_block].append(loss.item())
+                    engine.backward(loss)
+                    engine.step()
+                    if (step, micro_step) == (1, 0):
+                        (engine if owner == "engine" else engine.optimizer).zero_grad()
+    return losses
+
+
+def sizes_of_experts(case: Case) -> tuple[set[int], set[int], float]:
+    """Elements that the experts' parameters hold after a step and after a backward alone; the codec's error."""
+    levels = case.ds_config(with_block=True)["hybridep"]["levels"]
+    levels[0] |= {"weight_codec": LOW_RANK, "gradient_codec": LOW_RANK}
+    with checked_engine(case, with_block=True, block={"levels": levels}) as engine:
+        experts = [p for n, p in engine.module.named_parameters() if ".experts." in n]
+        train(engine, case, 0, 3)
+        after_step = {parameter.numel() for parameter in experts}
+        engine.backward(loss_of(engine, case, *batch_of(case, 4, 0)))
+        after_backward = {parameter.numel() for parameter in experts}
+        return after_step, after_backward, ds_hybridep.stats(engine)["layers"][0]["codecs"]["weight_error"]
+
+
+def error_of(case: Case, block: dict[str, Any], zero: dict[str, Any]) -> str:
+    try:
+        with checked_engine(case, with_block=True, block=block, zero_optimization={"stage": 3, **zero}):
+            return ""
+    except UnsupportedError as error:
+        return str(error)
+    finally:
+        gc.collect()
 
 
 def block_of(case: Case, **settings: Any) -> dict[str, Any]:
@@ -38,9 +103,9 @@ def block_of(case: Case, **settings: Any) -> dict[str, Any]:
 
 def train_planned(case: Case) -> tuple[list[float], list[float], dict[str, Any]]:
     """Losses of unmodified AutoEP, and of a planned job, whose plan is changed by hand; the planner's record."""
-    with engine_of(case, with_block=False) as engine:
+    with checked_engine(case, with_block=False) as engine:
         plain = train(engine, case, 0, 6)
-    with engine_of(case, with_block=True, block=block_of(case, domain_size="auto")) as engine:
+    with checked_engine(case, with_block=True, block=block_of(case, domain_size="auto")) as engine:
         losses = train(engine, case, 0, 2)
         for step, sizes in ((2, (2, 1)), (4, (2, 2))):
             ds_hybridep.replan(engine, case4("qwen3_moe", *sizes).ds_config(with_block=True)["hybridep"])
@@ -53,20 +118,90 @@ def train_lossy(case: Case, folder: str) -> dict[str, Any]:
 
     Every step proves that replicas equal their mirrors.
     """
-    with engine_of(case, with_block=False) as engine:
+    with checked_engine(case, with_block=False) as engine:
         exact = train(engine, case, 0, 6)
-    with engine_of(case, with_block=True, block=block_of(case, **LOSSY)) as engine:
+    with checked_engine(case, with_block=True, block=block_of(case, **LOSSY)) as engine:
         before = train(engine, case, 0, 3)
         engine.save_checkpoint(folder)
         straight = train(engine, case, 3, 3)
         codecs = [layer["codecs"] for layer in ds_hybridep.stats(engine)["layers"]]
-    with engine_of(replace(case, seed=2), with_block=True, block=block_of(case, **LOSSY)) as engine:
+    with checked_engine(case, with_block=True, block=block_of(case, **LOSSY), seed=2) as engine:
         engine.load_checkpoint(folder)
         resumed = train(engine, case, 3, 3)
     return {"exact": exact, "lossy": before + straight, "straight": straight, "resumed": resumed, "codecs": codecs}
 
 
+def held_and_estimated(case: Case, codecs: dict[str, Any]) -> tuple[int, dict[str, int]]:
+    """Bytes that this rank holds for replicas after a step, and what the estimator said of them before."""
+    config = case.ds_config(with_block=True)
+    block = config["hybridep"]
+    block["levels"][0] |= codecs
+    dtype = torch.bfloat16 if case.dtype == "bf16" else torch.float32
+    sizes = tuple(level["domain_size"] for level in block["levels"])
+    needs = {
+        "model": ds_hybridep.estimate_hybridep_mem_needs_all_live(
+            model_of(case, seed=1),
+            block,
+            4,
+            dtype=dtype,
+            expert_parallel=config["expert_parallel"],
+            zero_stage=case.zero_stage,
+        ),
+    }
+    with checked_engine(case, with_block=True, block=block) as engine:
+        needs["engine"] = ds_hybridep.estimate_hybridep_mem_needs_all_live(
+            engine.module, block, 4, zero_stage=case.zero_stage
+        )
+        train(engine, case, 0, 1)
+        held = ds_hybridep.stats(engine)["replica_bytes"]
+    return held, {name: need[sizes].after_step for name, need in needs.items()}
+
+
 # -- tests ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.core
+@pytest.mark.slow
+def test_other_plans_and_none(pool4: ProcessPool) -> None:
+    case = case4("qwen3_moe", 1, 1, zero_stage=3)
+    for plain, losses in pool4.run(train_over_plans, case=case, plans=[(1, 1), (2, 1), (1, 1), (2, 2)]):
+        assert losses == pytest.approx(plain, rel=FP32_TOLERANCE, abs=0.0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("owner", ["engine", pytest.param("optimizer", marks=pytest.mark.slow)])
+def test_zero_grad_in_the_middle_of_an_accumulation(pool4: ProcessPool, owner: str) -> None:
+    case = case4("qwen3_moe", 2, 1, zero_stage=3, accumulation=2)
+    for losses in pool4.run(train_and_drop, case=case, owner=owner):
+        assert losses[True] == pytest.approx(losses[False], rel=FP32_TOLERANCE, abs=0.0)
+
+
+def test_experts_hold_nothing_between_steps_and_codecs_read_masters(pool4: ProcessPool) -> None:
+    case = case4("mixtral", 2, 1, zero_stage=3, dtype="bf16")
+    for after_step, after_backward, error in pool4.run(sizes_of_experts, case=case):
+        assert after_step == after_backward == {0}
+        assert 0.0 < error < 0.2
+
+
+@pytest.mark.parametrize(
+    ("block", "zero", "texts"),
+    [
+        ({"dense_sync": "hierarchical"}, {}, ("hybridep.dense_sync", "ZeRO stage 3")),
+        (
+            {"levels": [{"name": "dc", "size": 2, "domain_size": "auto"}, {"name": "gpu", "size": 2}]},
+            {},
+            ('"auto"', "ZeRO stage 3"),
+        ),
+        ({}, {"leaf_module": {"classes": ["AutoEPMoELayer"]}}, ("zero_optimization.leaf_module", "mlp")),
+        ({}, {"stage3_module_granularity_threshold": 10}, ("stage3_module_granularity_threshold",)),
+    ],
+    ids=["dense_sync", "auto", "leaf", "granularity"],
+)
+def test_what_is_refused(pool4: ProcessPool, block: dict[str, Any], zero: dict[str, Any], texts: Any) -> None:
+    case = case4("mixtral", 2, 1, zero_stage=3, toy=replace(SHAPE, num_layers=1))
+    for message in pool4.run(error_of, case=case, block=block, zero=zero):
+        for text in texts:
+            assert text in message
 
 
 @pytest.mark.slow
@@ -96,3 +231,45 @@ def test_lossy_codecs(pool4: ProcessPool, tmp_path: Path, case: Case) -> None:
         for codecs in found["codecs"]:
             assert codecs["weight_ratio"] > 2.0
             assert codecs["gradient_ratio"] > 2.0
+
+
+@pytest.mark.parametrize(
+    ("case", "codecs"),
+    [
+        slow(case4("deepseek_v3", 2, 1, zero_stage=1), {}),
+        slow(case4("qwen3_5_moe", 2, 2, zero_stage=2, dtype="bf16"), LOSSY_EXPERTS),
+        (case4("mixtral", 2, 1, zero_stage=3), {}),
+        (case4("qwen3_moe", 2, 1, zero_stage=1, dtype="bf16"), {"codecs": "recommended"}),
+    ],
+    ids=["exact", "lossy", "zero 3", "recommended"],
+)
+def test_a_run_holds_what_is_estimated(pool4: ProcessPool, case: Case, codecs: dict[str, Any]) -> None:
+    for held, estimated in pool4.run(held_and_estimated, case=case, codecs=codecs):
+        assert held > 0
+        assert estimated == dict.fromkeys(("model", "engine"), held)
+
+
+def estimate(*, experts_are_frozen: bool, **options: Any) -> Any:
+    case = case4("qwen3_moe", 2, 1)
+    model = model_of(case, seed=1)
+    for name, parameter in model.named_parameters():
+        if ".experts." in name and experts_are_frozen:
+            parameter.requires_grad_(False)
+    block = case.ds_config(with_block=True)["hybridep"]
+    return ds_hybridep.estimate_hybridep_mem_needs_all_live(model, block, 4, **options)[2, 1]
+
+
+def test_frozen_experts_need_no_gradient_sums() -> None:
+    frozen, trained = (
+        estimate(experts_are_frozen=flag, expert_parallel={"enabled": True, "autoep_size": 4})
+        for flag in (True, False)
+    )
+    assert frozen.replicas == trained.replicas > 0
+    assert frozen.gradient_sums == 0 < trained.gradient_sums
+
+
+def test_what_estimates_want_to_know() -> None:
+    with pytest.raises(ConfigError, match="none of AutoEP.* give expert_parallel"):
+        estimate(experts_are_frozen=False)
+    with pytest.raises(ConfigError, match=r"model\.layers\.0\.mlp: 8 experts .* autoep_size 3"):
+        estimate(experts_are_frozen=False, expert_parallel={"enabled": True, "autoep_size": 3})

@@ -2,20 +2,19 @@
 """Models that the user has compiled with torch.compile before deepspeed.initialize: they train as uncompiled ones."""
 
 import importlib.util
-from functools import partial
 from typing import Any
 
 import pytest
 import torch
+from marks import slow
 from parity import Case
 from process_pool import ProcessPool
 from torch import nn
 from torch._dynamo.utils import counters
-from training import close_to, initialize, losses_of, new_model, world2
+from training import close_to, initialize, new_model, train, world2
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(300)]
 
-slow = partial(pytest.param, marks=pytest.mark.slow)
 needs_transformers = pytest.mark.skipif(
     importlib.util.find_spec("transformers") is None, reason="needs transformers: '.[hf]'"
 )
@@ -54,7 +53,7 @@ def train_compiled(case: Case, what: str, backend: str) -> tuple[list[float], li
         if with_block:
             model = compile_layers(model, what, backend)
         engine = initialize(case, model, with_block=with_block)
-        losses.append(losses_of(engine, case, 4))
+        losses.append(train(engine, case, 0, 3))
         engine.destroy()
     return losses[0], losses[1], counters["frames"]["total"]
 
@@ -71,30 +70,17 @@ def train_compiled(case: Case, what: str, backend: str) -> tuple[list[float], li
         slow("wrapped blocks", {}),
         slow("wrapped model", {}),
         slow("experts", {}),
+        slow("model", {"backend": "inductor"}),
+        pytest.param("decoder layers", {"family": "mixtral"}, marks=needs_transformers),
+        pytest.param("model", {"family": "mixtral"}, marks=[needs_transformers, pytest.mark.slow]),
     ],
+    ids=str,
 )
 def test_a_model_that_was_compiled_trains_as_one_that_was_not(
     pool2: ProcessPool, what: str, options: dict[str, Any]
 ) -> None:
-    found = pool2.run(train_compiled, case=world2(**options), what=what, backend="aot_eager", timeout_s=200)
-    for plain, compiled, num_frames in found:
-        assert compiled == close_to(plain)
-        assert num_frames > 0
-
-
-@needs_transformers
-@pytest.mark.parametrize("what", ["decoder layers", slow("model")])
-def test_a_hugging_face_model_that_was_compiled_trains_as_one_that_was_not(pool2: ProcessPool, what: str) -> None:
-    case = world2(family="mixtral")
-    found = pool2.run(train_compiled, case=case, what=what, backend="aot_eager", timeout_s=200)
-    for plain, compiled, num_frames in found:
-        assert compiled == close_to(plain)
-        assert num_frames > 0
-
-
-@pytest.mark.slow
-def test_a_model_that_inductor_has_compiled_trains_as_one_that_was_not(pool2: ProcessPool) -> None:
-    found = pool2.run(train_compiled, case=world2(), what="model", backend="inductor", timeout_s=280)
-    for plain, compiled, num_frames in found:
+    backend = options.get("backend", "aot_eager")
+    case = world2(**{name: value for name, value in options.items() if name != "backend"})
+    for plain, compiled, num_frames in pool2.run(train_compiled, case=case, what=what, backend=backend, timeout_s=280):
         assert compiled == close_to(plain)
         assert num_frames > 0

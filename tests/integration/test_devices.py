@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves
 from ds_hybridep.codecs import make_codec
 from ds_hybridep.errors import UnsupportedError
 from ds_hybridep.experts.replicas import Replicas, WeightShipment
-from ds_hybridep.integration import supported
+from ds_hybridep.integration import log, supported
 from ds_hybridep.kernels import RoutePlan, load_kernels
 from ds_hybridep.plan.cluster import Cluster, Level
 from ds_hybridep.plan.partition import Partition
@@ -121,7 +121,7 @@ def test_migration_of_a_layer_stays_on_the_device(weights_codec: str, gradient_c
                 while not transfer.is_complete:
                     transfer.advance()
             replicas.take_returned()
-            replicas.own.unstage()
+            replicas.own.free()
             changes.undo()
     assert all(sent == received for sent, received in channel.num_bytes)
 
@@ -233,10 +233,10 @@ def test_other_devices_are_refused_and_gpus_are_warned_of() -> None:
         ):
             refuse(device, job)
     refuse("cpu", "gloo")
-    supported._warn_once.cache_clear()
-    with mock.patch.object(supported, "log_dist") as log:
+    log.warn_once.cache_clear()
+    with mock.patch.object(log, "log_dist") as logged:
         for job in ("gloo", "nccl"):
             refuse("cuda", job)
-    ((message,), _) = log.call_args
-    assert log.call_count == 1
+    ((message,), _) = logged.call_args
+    assert logged.call_count == 1
     assert "never run on a GPU" in message

@@ -3,7 +3,6 @@
 
 import gc
 import importlib.util
-from argparse import Namespace
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -16,13 +15,13 @@ import pytest
 import torch
 from autoep_cases import case4
 from deepspeed import comm as dist
-from deepspeed.checkpoint import ds_to_universal
 from deepspeed.moe.ep_experts import GroupedExperts
 from marks import slow
-from parity import FP32_TOLERANCE, Case, loss_of, model_of, use_expert_groups_of
+from parity import FP32_TOLERANCE, Case, model_of, use_expert_groups_of
 from process_pool import ProcessPool
 from torch import Tensor, nn
-from toy_model import batch
+from training import train
+from universal import convert
 
 import ds_hybridep
 from ds_hybridep.errors import ConfigError, UnsupportedError
@@ -78,18 +77,6 @@ def engine_of(
         gc.collect()
 
 
-def train(engine: Any, case: Case, first: int, steps: int) -> list[float]:
-    losses = []
-    for step in range(first, first + steps):
-        for micro_step in range(case.accumulation):
-            place = {"seed": case.seed, "step": step, "micro_step": micro_step, "rank": dist.get_rank()}
-            loss = loss_of(engine, case, *batch(case.toy, num_sequences=4, **place))
-            losses.append(loss.item())
-            engine.backward(loss)
-            engine.step()
-    return losses
-
-
 def factors_of(engine: Any, targets: tuple[str, ...], ep_size: int = 4) -> dict[str, Tensor]:
     """Products of factors for all experts, [E, rows, cols], by layer and parameter, whoever holds them."""
     found = {}
@@ -131,29 +118,25 @@ def compare(case: Case, targets: tuple[str, ...]) -> dict[str, Any]:
 
 
 def resume(case: Case, folder: str) -> dict[str, Any]:
-    """Trains on from a checkpoint in the engine that wrote it, and in one that began with other factors."""
-    with engine_of(case, BOTH, with_block=True) as engine:
-        train(engine, case, 0, 2)
-        engine.save_checkpoint(folder)
-        straight = train(engine, case, 2, 2), factors_of(engine, BOTH)
-    with engine_of(case, BOTH, with_block=True, seed=2) as engine:
-        engine.load_checkpoint(folder)
-        resumed = train(engine, case, 2, 2), factors_of(engine, BOTH)
-    different = [name for name, one in straight[1].items() if not torch.equal(one, resumed[1][name])]
-    return {"losses": (straight[0], resumed[0]), "different": different}
+    """Trains on from a checkpoint in the engine that wrote it, and in ones that began with other factors.
 
-
-def load_module_only(case: Case, folder: str) -> float:
-    """How far one step leads away from loaded factors, relative; of the parameter that it moves most."""
+    Also, relative, how far one step leads away from factors that were loaded alone; of the parameter that moves most.
+    """
     with engine_of(case, BOTH, with_block=True) as engine:
         train(engine, case, 0, 2)
         engine.save_checkpoint(folder)
         saved = factors_of(engine, BOTH)
+        straight = train(engine, case, 2, 2), factors_of(engine, BOTH)
+    with engine_of(case, BOTH, with_block=True, seed=2) as engine:
+        engine.load_checkpoint(folder)
+        resumed = train(engine, case, 2, 2), factors_of(engine, BOTH)
     with engine_of(case, BOTH, with_block=True, seed=2) as engine:
         engine.load_checkpoint(folder, load_module_only=True)
         train(engine, case, 2, 1)
         factors = factors_of(engine, BOTH)
-    return max(float((factors[name] - one).norm() / one.norm()) for name, one in saved.items())
+    different = [name for name, one in straight[1].items() if not torch.equal(one, resumed[1][name])]
+    distance = max(float((factors[name] - one).norm() / one.norm()) for name, one in saved.items())
+    return {"losses": (straight[0], resumed[0]), "different": different, "distance": distance}
 
 
 def held_and_estimated(case: Case) -> tuple[int, int]:
@@ -200,10 +183,7 @@ def write_universal(case: Case, folder: str) -> Any:
         saved = factors_of(engine, BOTH, case.toy.ep_size)
         losses = train(engine, case, 2, 2)
     if dist.get_rank() == 0:
-        workers = {"num_extract_workers": 1, "num_merge_workers": 1}
-        options = {"keep_temp_folder": False, "strict": True, "inject_missing_state": False, **workers}
-        folders = {"input_folder": f"{folder}/two", "output_folder": f"{folder}/two_universal"}
-        ds_to_universal.main(Namespace(**folders, **options))
+        convert(Path(folder, "two"), Path(folder, "two_universal"))
     dist.barrier()
     return saved, losses
 
@@ -265,14 +245,16 @@ def test_memory_is_what_is_estimated(pool4: ProcessPool) -> None:
         assert held == live > 0
 
 
-@pytest.mark.parametrize("zero_stage", [pytest.param(0, marks=pytest.mark.slow), 1])
-@pytest.mark.slow
-def test_resume_is_bit_equal(pool4: ProcessPool, tmp_path: Path, zero_stage: int) -> None:
+@pytest.mark.parametrize("zero_stage", [slow(0), 1])
+def test_resume_is_bit_equal_and_a_load_of_the_module_only_is_what_training_goes_on_from(
+    pool4: ProcessPool, tmp_path: Path, zero_stage: int
+) -> None:
     case = case4("qwen3_moe", 2, 1, zero_stage=zero_stage)
     for found in pool4.run(resume, case=case, folder=str(tmp_path), timeout_s=120.0):
         straight, resumed = found["losses"]
         assert resumed == straight
         assert found["different"] == []
+        assert found["distance"] < 0.5  # other factors are more than a whole length away
 
 
 def test_zero_3_saves_no_frozen_experts_with_the_block_or_without(pool4: ProcessPool, tmp_path: Path) -> None:
@@ -293,12 +275,6 @@ def test_universal_checkpoints_hold_adapters_of_experts(pool4: ProcessPool, tmp_
             assert later == pytest.approx(losses, rel=FP32_TOLERANCE)
             for name, value in saved.items():
                 assert torch.equal(value, loaded[name]), name
-
-
-def test_a_load_of_the_module_only_is_what_training_goes_on_from(pool4: ProcessPool, tmp_path: Path) -> None:
-    case = case4("qwen3_moe", 2, 1, zero_stage=1)
-    for distance in pool4.run(load_module_only, case=case, folder=str(tmp_path), timeout_s=120.0):
-        assert distance < 0.5  # other factors are more than a whole length away
 
 
 def test_a_layer_that_autoep_does_not_take(pool4: ProcessPool) -> None:

@@ -16,8 +16,7 @@ import ds_hybridep
 from ds_hybridep.adaptive import planner
 from ds_hybridep.adaptive.planner import JobPlanner
 from ds_hybridep.adaptive.probe import LinkProbe
-from ds_hybridep.integration import api
-from ds_hybridep.integration.attachment import _build_together
+from ds_hybridep.integration import attachment as owner
 from ds_hybridep.transport import agreement
 from ds_hybridep.transport.channels import Transport
 
@@ -27,24 +26,20 @@ pytestmark = [pytest.mark.dist, pytest.mark.timeout(120)]
 # -- in the workers ---------------------------------------------------------------------------------------------
 
 
-def failing_on_rank_1(prepare: Any) -> Any:
-    """`prepare` whose runtimes do not fit into the memory of rank 1."""
+def short_of_memory() -> Any:
+    """Runtimes do not fit into the memory of rank 1."""
+    make = owner.HybridRuntime
 
-    def prepare_badly(*args: Any, **kwargs: Any) -> Any:
-        build = prepare(*args, **kwargs)
+    def fail(*args: Any) -> Any:
+        make(*args).close()  # connections are made before there is need for memory
+        raise MemoryError("no room for replicas")
 
-        def fail() -> Any:
-            build().close()  # connections are made before there is need for memory
-            raise MemoryError("no room for replicas")
-
-        return fail if dist.get_rank() == 1 else build
-
-    return prepare_badly
+    return mock.patch.object(owner, "HybridRuntime", fail) if dist.get_rank() == 1 else nullcontext()
 
 
 def attach_where_memory_is_short(case: Case) -> dict[str, Any]:
     with engine_of(case, with_block=False) as engine:
-        with mock.patch.object(api, "prepare_runtime", failing_on_rank_1(api.prepare_runtime)):
+        with short_of_memory():
             found: dict[str, Any] = {"error": error_of(ds_hybridep.attach, engine, block_of(case))}
         found["left"] = [name for name in vars(engine) if name in ("_hybridep_attachment", "_take_model_step")]
         found["again"] = error_of(ds_hybridep.attach, engine, block_of(case))
@@ -57,7 +52,7 @@ def plan_where_memory_is_short(case: Case) -> tuple[tuple[str, str], int]:
     block["levels"] = [{**level, "domain_size": "auto"} for level in block["levels"]]
     with engine_of(case, with_block=False) as engine:
         with (
-            mock.patch.object(api, "prepare_runtime", failing_on_rank_1(api.prepare_runtime)),
+            short_of_memory(),
             mock.patch.object(JobPlanner, "close", autospec=True, side_effect=JobPlanner.close) as closing,
         ):
             return error_of(ds_hybridep.attach, engine, block), closing.call_count
@@ -85,12 +80,12 @@ def replan_where_memory_is_short(case: Case) -> dict[str, Any]:
             losses = train(engine, case, 0, 2)
             if name == "failed":
                 attachment = engine.__dict__["_hybridep_attachment"]
-                runtime, residuals = attachment.runtime, residuals_of(engine)
-                with mock.patch.object(attachment, "_prepare", failing_on_rank_1(attachment._prepare)):
+                kept, residuals = attachment.runtime, residuals_of(engine)
+                with short_of_memory():
                     found["error"] = error_of(
                         ds_hybridep.replan, engine, block_of(case, advanced={"prefetch_depth": 1})
                     )
-                found["same runtime"] = attachment.runtime is runtime
+                found["same runtime"] = attachment.runtime is kept
                 found["residuals"] = all((a == b).all() for a, b in zip(residuals, residuals_of(engine), strict=True))
             found[name] = losses + train(engine, case, 2, 2)
             if name == "failed":
@@ -148,11 +143,12 @@ def test_a_rank_that_fails_while_a_planner_measures_stops_the_others_at_once(poo
         assert num_closed == 1
 
 
-def test_a_runtime_is_closed_where_the_store_fails_after_it_was_built() -> None:
-    runtime = mock.Mock()
+def test_what_was_made_is_given_up_where_the_store_fails_afterwards() -> None:
+    give_up = mock.Mock()
     with mock.patch.object(agreement, "agree", side_effect=ConnectionError), pytest.raises(ConnectionError):
-        _build_together(lambda: runtime, 1.0)
-    runtime.close.assert_called()
+        with agreement.together(1.0, give_up):
+            pass
+    give_up.assert_called()
 
 
 def test_a_change_of_plan_that_fails_on_one_rank_loses_nothing(pool2: ProcessPool) -> None:

@@ -14,7 +14,7 @@ from process_pool import ProcessPool
 from torch import Tensor
 from toy_model import ToyConfig
 from training import train
-from universal import convert, engine_of, read, write
+from universal import convert, read, universal_engine, write
 
 pytestmark = [pytest.mark.dist, pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -31,7 +31,7 @@ def write_all(case: Case, folder: str) -> dict[str, Tensor]:
 
 
 def write_classic(case: Case, folder: str) -> dict[str, Tensor]:
-    with engine_of(case, with_block=True, is_universal=False, seed=1) as engine:
+    with universal_engine(case, with_block=True, is_universal=False, seed=1) as engine:
         train(engine, case, 0, 2)
         engine.save_checkpoint(folder, tag="two")
         return snapshot(case, engine.module)
@@ -48,7 +48,7 @@ def read_classic(case: Case, folder: str) -> dict[bool, Any]:
     """Weights and losses of going on from them alone, without the block and with it."""
     found = {}
     for with_block in (False, True):
-        with engine_of(case, with_block=with_block, is_universal=False, seed=2) as engine:
+        with universal_engine(case, with_block=with_block, is_universal=False, seed=2) as engine:
             engine.load_checkpoint(folder, load_optimizer_states=False)
             found[with_block] = snapshot(case, engine.module), train(engine, case, 2, 2)
     return found
@@ -80,7 +80,7 @@ def test_autoep_goes_on_with_its_optimizer_from_a_universal_checkpoint(
 def test_classic_goes_on_with_its_weights(pool4: ProcessPool, pool2: ProcessPool, tmp_path: Path) -> None:
     case = Case(levels=levels_of((2, 2), (2, 1)), kernels="reference", toy=ToyConfig(ep_size=4))
     saved = all_of(pool4.run(write_classic, case=case, folder=str(tmp_path)))
-    with pytest.raises(KeyError, match="optimizer_state_dict"):  # where this ends, change `supported.on_other_ranks`
+    with pytest.raises(KeyError, match="optimizer_state_dict"):  # where this ends, say so in docs
         convert(tmp_path / "two", tmp_path / "two_universal")
     half = Case(levels=levels_of((2,), (2,)), kernels="reference", toy=ToyConfig(ep_size=2))
     results = pool2.run(read_classic, case=half, folder=str(tmp_path), timeout_s=200.0)

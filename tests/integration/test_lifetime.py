@@ -26,7 +26,6 @@ from training import (
     error_of,
     hybridep_threads,
     initialize,
-    losses_of,
     new_model,
     train,
     world2,
@@ -66,7 +65,7 @@ def parts_of(engine: Engine) -> dict[str, weakref.ref[Any]]:
 def lives_on(case: Case, *, with_block: bool, destroys: bool) -> list[str]:
     """What is left of an engine that has trained, after its last reference has gone."""
     engine = initialize(case, new_model(case), with_block=with_block)
-    losses_of(engine, case, 2)
+    train(engine, case, 0, 2)
     refs = parts_of(engine)
     if destroys:
         engine.destroy()
@@ -79,7 +78,7 @@ def drop_several(case: Case) -> tuple[list[list[float]], list[int]]:
     losses, num_threads = [], []
     for _ in range(4):
         engine = initialize(case, new_model(case), with_block=True)
-        losses.append(losses_of(engine, case))
+        losses.append(train(engine, case, 0, 3))
         deadline = time.monotonic() + THREAD_LIMIT_S
         while num_threads and len(hybridep_threads()) > 2 * num_threads[0] and time.monotonic() < deadline:
             time.sleep(0.01)  # threads that were told to end need some time for it
@@ -103,7 +102,7 @@ def fail_and_retry(case: Case, *, with_block: bool) -> dict[str, Any]:
     collect()
     found["dead engines"] = len([one for one in engines() if id(one) not in known])
     engine = initialize(case, new_model(case), with_block=with_block)
-    found["losses"] = losses_of(engine, case)
+    found["losses"] = train(engine, case, 0, 3)
     engine.destroy()
     return found
 
@@ -138,17 +137,14 @@ def retry_on_the_same_model(case: Case, *, with_block: bool) -> list[float]:
     model._forward_hooks.clear()
     engine = initialize(case, model, with_block=with_block, expert_parallel=None)  # its layers are AutoEP's by now
     try:
-        return losses_of(engine, case)
+        return train(engine, case, 0, 3)
     finally:
         engine.destroy()
 
 
 def losses_without_a_failure(case: Case, *, with_block: bool = True) -> list[float]:
-    engine = initialize(case, new_model(case), with_block=with_block)
-    try:
-        return losses_of(engine, case)
-    finally:
-        engine.destroy()
+    with engine_of(case, with_block=with_block) as engine:
+        return train(engine, case, 0, 3)
 
 
 def attach_twice(case: Case) -> dict[str, Any]:
@@ -175,11 +171,6 @@ def attach_that_fails(case: Case) -> dict[str, Any]:
         left = left_on(engine.module), [name for name in vars(engine) if "hybridep" in name]
         ds_hybridep.attach(engine, block_of(case))
         return {"error": error, "left": left, "losses": train(engine, case, 0, 3)}
-
-
-def losses_of_an_attached_engine(case: Case) -> list[float]:
-    with engine_of(case, with_block=True) as engine:
-        return train(engine, case, 0, 3)
 
 
 # -- the tests --------------------------------------------------------------------------------------------------
@@ -230,7 +221,7 @@ def test_an_autoep_model_whose_start_failed_trains_as_if_it_had_not(pool2: Proce
 
 def test_a_second_engine_with_the_same_layers_is_refused_and_the_first_goes_on(pool2: ProcessPool) -> None:
     case = world2()
-    losses = pool2.run(losses_of_an_attached_engine, case=case)
+    losses = pool2.run(losses_without_a_failure, case=case)
     for found, expected in zip(pool2.run(attach_twice, case=case), losses, strict=True):
         kind, message = found["error"]
         assert kind == "ConfigError"
@@ -242,7 +233,7 @@ def test_a_second_engine_with_the_same_layers_is_refused_and_the_first_goes_on(p
 
 def test_attaching_that_fails_at_its_end_leaves_nothing(pool2: ProcessPool) -> None:
     case = world2(dtype="bf16")
-    losses = pool2.run(losses_of_an_attached_engine, case=case)
+    losses = pool2.run(losses_without_a_failure, case=case)
     for found, expected in zip(pool2.run(attach_that_fails, case=case), losses, strict=True):
         kind, message = found["error"]
         assert kind == "UnsupportedError"

@@ -61,7 +61,7 @@ def test_the_line_that_getting_started_tells_to_look_for_is_on_the_screen(tmp_pa
     beginnings = [re.sub(r"\d+", "N", text).partition(", gpu")[0] for text in (shown, line)]
     assert beginnings[1].startswith(beginnings[0])
     assert len(lines_with("per step: sent over dc", said)) == 2
-    assert len(lines_with("has finished", said)) == 2
+    assert said.count("has finished") == 2  # two ranks write to one screen, so both may be on one line
 
 
 @pytest.mark.slow

@@ -2,15 +2,17 @@
 """What was tested is accepted, whatever else is switched on is refused by name."""
 
 import re
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import pytest
 from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 
-from ds_hybridep.errors import UnsupportedError
-from ds_hybridep.integration import supported
+from ds_hybridep.errors import ConfigError, UnsupportedError
+from ds_hybridep.integration import autoep, supported
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 NEWER = ("0.19.9", "0.20.0", "1.0.0+cu130")
@@ -18,14 +20,14 @@ NEWER = ("0.19.9", "0.20.0", "1.0.0+cu130")
 
 @pytest.mark.parametrize("version", [*supported.TESTED_VERSIONS, "0.19.8+unknown"])
 def test_versions_that_were_tested_are_taken_without_a_word(version: str) -> None:
-    with mock.patch.object(supported, "_warn_once") as warn:
+    with mock.patch.object(supported, "warn_once") as warn:
         supported.check_version(version)
     warn.assert_not_called()
 
 
 @pytest.mark.parametrize("version", NEWER)
 def test_an_untested_version_is_warned_of_where_the_table_fits(version: str) -> None:
-    with mock.patch.object(supported, "_warn_once") as warn:
+    with mock.patch.object(supported, "warn_once") as warn:
         supported.check_version(version)
     ((message,), _) = warn.call_args
     assert message.startswith(f"DeepSpeed {version} was not tested; hybridep was with 0.19.4 to 0.19.8")
@@ -50,6 +52,7 @@ def test_an_older_version_is_refused_with_the_range(version: str) -> None:
 def test_setup_asks_for_the_versions_that_are_taken() -> None:
     setup = (REPOSITORY / "setup.py").read_text(encoding="utf-8")
     assert re.search(r'"deepspeed>=([0-9.]+)"', setup)[1] == supported.TESTED_VERSIONS[0]
+    assert re.search(r'"transformers==([^"]+)"', setup)[1] in supported.TESTED_TRANSFORMERS
 
 
 @pytest.mark.parametrize(
@@ -68,6 +71,8 @@ def test_setup_asks_for_the_versions_that_are_taken() -> None:
         ({"gradient_allreduce_op": "sum"}, {}, ["gradient_allreduce_op"]),
         ({}, {"stage": 1, "offload_optimizer": {"device": "none"}}, []),
         ({}, {"stage": 1, "offload_optimizer": {"device": "cpu"}}, ["zero_optimization.offload_optimizer"]),
+        ({}, {"stage": 3, "offload_param": {"device": "cpu"}}, ["zero_optimization.offload_param"]),
+        ({}, {"stage": 2, "zenflow": {"update_interval": 2}}, ["zero_optimization.zenflow"]),
         ({}, {"stage": 3, "zero_quantized_weights": True}, ["zero_optimization.zero_quantized_weights"]),
         ({}, {"stage": 3, "zero_hpz_partition_size": 2}, ["zero_optimization.zero_hpz_partition_size"]),
         ({}, {"stage": 3, "stage3_max_live_parameters": 1000}, []),
@@ -91,10 +96,59 @@ def test_an_optimizer_that_was_not_tested_is_warned_of_and_a_wrapper_is_refused(
     parameters = [supported.nn.Parameter(supported.torch.ones(1))]
     for basic, num_warnings in ((supported.torch.optim.SGD, 0), (Unknown, 1)):
         optimizer = basic(parameters, lr=0.1)
-        with mock.patch.object(supported, "_warn_once") as warn:
+        with mock.patch.object(supported, "warn_once") as warn:
             supported.check_optimizer(mock.Mock(optimizer=optimizer, basic_optimizer=optimizer))
         assert warn.call_count == num_warnings
     with pytest.raises(
         UnsupportedError, match='ZenFlowZeroOptimizer was not tested together with the "hybridep" block'
     ):
         supported.check_optimizer(mock.Mock(optimizer=ZenFlowZeroOptimizer(), basic_optimizer=optimizer))
+
+
+# -- AutoEP -----------------------------------------------------------------------------------------------------
+
+PLAIN = {
+    "folding_group_handles": None,
+    "comm_backend": "comm",
+    "combine_impl": "weighted_sum",
+    "async_split_plan": False,
+    "ep_group": None,
+}
+
+
+@pytest.mark.parametrize(
+    ("settings", "text"),
+    [
+        ({"folding_group_handles": SimpleNamespace(spec=SimpleNamespace(tp_size=2))}, "tensor_parallel.autotp_size"),
+        ({"comm_backend": "deepep"}, 'expert_parallel.comm_backend "deepep"'),
+        ({"combine_impl": "legacy_bmm"}, 'expert_parallel.combine_impl "legacy_bmm"'),
+        ({"async_split_plan": True}, "expert_parallel.async_split_plan"),
+    ],
+    ids=["folded tensor parallelism", "deepep", "combine", "split plan"],
+)
+def test_features_of_autoep_that_are_refused(settings: dict[str, Any], text: str) -> None:
+    with pytest.raises(UnsupportedError) as caught:
+        autoep.spec_of("model.layers.1.mlp", SimpleNamespace(**PLAIN | settings))
+    assert str(caught.value).startswith("model.layers.1.mlp: ")
+    assert f"{text}" in str(caught.value)
+    assert '"hybridep": {"enabled": false}' in str(caught.value)
+
+
+def test_a_layer_without_its_group() -> None:
+    with pytest.raises(ConfigError, match="model.layers.1.mlp: .* no expert-parallel group yet"):
+        autoep.spec_of("model.layers.1.mlp", SimpleNamespace(**PLAIN))
+
+
+def test_a_transformers_that_is_too_old(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "transformers", SimpleNamespace(__version__="5.2.0"))
+    with pytest.raises(UnsupportedError, match=r"transformers 5\.2\.0 is too old .* tested with 5\.3\.0 to "):
+        supported.check_transformers()
+
+
+@pytest.mark.parametrize("version", [*supported.TESTED_TRANSFORMERS, "5.99.0"])
+def test_a_transformers_that_was_not_tested_is_told_of(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, version: str
+) -> None:
+    monkeypatch.setitem(sys.modules, "transformers", SimpleNamespace(__version__=version))
+    supported.check_transformers()
+    assert (f"transformers {version} was not tested" in caplog.text) == (version == "5.99.0")

@@ -88,7 +88,7 @@ def train_disturbed(what: str, num_rounds: int) -> dict[str, Any]:
     """Losses, and what has grown by the end; without num_rounds as long as DURATION_S.  Rank 1 is disturbed."""
     with engine_of(CASE, with_block=True) as engine:
         losses = train(engine, CASE, 0, STEPS_AT_ONCE)
-        link = engine.__dict__["_hybridep_attachment"].runtime.transport.link._link
+        link = engine.__dict__["_hybridep_attachment"].runtime.transport.link
         gc.collect()
         before = psutil.Process().memory_info().rss
         with contextlib.ExitStack() as stack:

@@ -106,26 +106,6 @@ def test_an_announcement_reaches_all_peers_also_after_a_reset():
         assert [(fact.rank, fact.kind, fact.text) for fact in right.facts()] == [(0, "preempted", "in 30 s")]
 
 
-def test_closed_links_leave_no_thread_and_no_descriptor_and_hold_nothing():
-    def descriptors():
-        return sum(1 for _ in os.scandir("/proc/self/fd"))
-
-    before = descriptors(), threading.active_count()
-    with linked(3) as links:
-        links[0].channel("x", (0, 1)).send(1, bytes(100_000))
-        links[1].channel("x", (0, 1)).receive(0, max_bytes=100_000).wait(LIMIT_S)
-        known = weakref.ref(links[0])
-        with pytest.raises(CommunicationError, match="no link was connected"):
-            links[0].channel("x", (0, 1)).send(5, b"")
-    channel = links[1].channel("x", (0, 1))
-    with pytest.raises(CommunicationError, match="was closed"):
-        channel.send(0, b"")
-    assert (descriptors(), threading.active_count()) == before
-    del links
-    gc.collect()
-    assert known() is None
-
-
 def test_a_caller_that_failed_is_not_held_by_its_handle():
     with linked() as (left, right):
         handle = right.channel("x", (0, 1)).receive(0, max_bytes=1)

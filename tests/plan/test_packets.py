@@ -13,7 +13,7 @@ from ds_hybridep.config import parse_codec
 from ds_hybridep.errors import PlanError
 from ds_hybridep.plan.codec_costs import PATCH_RATIOS, codec_cost, patch_cost, patch_ratio
 from ds_hybridep.plan.packets import packets_of
-from ds_hybridep.plan.slots import cut, even_bounds, parts_of, shares_of
+from ds_hybridep.plan.slots import cut, even_bounds, parts_of, shares_of, whole
 from ds_hybridep.sync import flat
 from ds_hybridep.sync.messages import MessageLayout
 
@@ -28,14 +28,6 @@ shapes = st.lists(
 )
 
 
-def with_tensors(tensors):
-    return [flat.whole(str(index), shape) for index, shape in enumerate(tensors)]
-
-
-def without(span):
-    return span.shape, span.start, span.num_elements
-
-
 @given(st.sampled_from(SETTINGS), st.integers(1, 3000), st.integers(1, 3000))
 def test_packets_have_the_size_of_the_codecs(spec, rows, cols):
     config = parse_codec(spec, where="codec")
@@ -44,23 +36,17 @@ def test_packets_have_the_size_of_the_codecs(spec, rows, cols):
 
 
 @given(shapes, st.integers(1, 7), st.sampled_from(SETTINGS), st.data())
-def test_slots_and_their_messages_are_those_of_flat_buffers(tensors, num_slots, spec, data):
-    """Parts by slot, and bytes of their messages, wherever the buffer is cut."""
-    spans = with_tensors(tensors)
+def test_parts_and_bytes_of_messages_are_those_of_flat_buffers(tensors, num_slots, spec, data):
+    """Wherever the buffer is cut."""
+    spans = [whole(str(index), shape) for index, shape in enumerate(tensors)]
     total = sum(span.num_elements for span in spans)
     bounds = sorted(data.draw(st.lists(st.integers(0, total), min_size=num_slots - 1, max_size=num_slots - 1)))
     config = parse_codec(spec, where="codec")
-    codec = make_codec(config)
-    assert even_bounds(list(map(without, spans)), num_slots) == flat.even_bounds(spans, num_slots)
-    for ends in ([*bounds, total], flat.even_bounds(spans, num_slots)):
-        expected = flat.cut(spans, ends)
-        found = cut(list(map(without, spans)), ends)
-        assert found == [tuple(map(without, slot)) for slot in expected]
-        for slot, other in zip(expected, found, strict=True):
-            parts = flat.parts_of(slot)
-            assert parts_of(other) == tuple((part.num_experts, part.rows, part.cols) for part in parts)
-            num_bytes = packets_of(config.model_dump()).message_bytes(parts_of(other))
-            assert num_bytes == MessageLayout(codec, parts).num_bytes
+    for slot in (*cut(spans, [*bounds, total]), *cut(spans, even_bounds(spans, num_slots))):
+        parts = flat.parts_of(slot)
+        assert parts_of(slot) == tuple((part.num_experts, part.rows, part.cols) for part in parts)
+        num_bytes = packets_of(config.model_dump()).message_bytes(parts_of(slot))
+        assert num_bytes == MessageLayout(make_codec(config), parts).num_bytes
 
 
 @given(shapes, st.integers(1, 7), st.sampled_from([1, 2]))

@@ -11,20 +11,20 @@ from plan_cases import TOY, toy
 
 from ds_hybridep.plan.cluster import Cluster, Level, Link
 from ds_hybridep.plan.layout import Rates
-from ds_hybridep.plan.pipeline import _Schedule, forwards_ahead, pipelines
+from ds_hybridep.plan.pipeline import forwards_ahead, pipelines, schedule_s
 from ds_hybridep.plan.rivals import without_domains
 from ds_hybridep.plan.stream_model import predict
 
 seconds = st.floats(0.01, 2.0)
 
 
-def step_by_step(one, ahead):
-    """The same schedule, slow and obvious: whoever can begin first does so, until all is done."""
-    stages, batches = range(one.num_stages), range(one.num_batches)
+def step_by_step(num_stages, num_batches, ahead, forward_s, backward_s, transfer_s, latency_s):
+    """The schedule, slow and obvious: whoever can begin first does so, until all is done."""
+    stages, batches = range(num_stages), range(num_batches)
     programs = {}
     for stage in stages:
-        first = min(ahead * (one.num_stages - 1 - stage), one.num_batches)
-        later = itertools.zip_longest(range(first, one.num_batches), batches)
+        first = min(ahead * (num_stages - 1 - stage), num_batches)
+        later = itertools.zip_longest(range(first, num_batches), batches)
         turns = [("F", batch) for batch in range(first)]
         turns += [turn for pair in later for turn in zip("FB", pair, strict=True) if turn[1] is not None]
         programs[stage] = turns
@@ -38,33 +38,39 @@ def step_by_step(one, ahead):
         ]
         begin_s, stage, kind, batch = min(ready)
         programs[stage].pop(0)
-        clock[stage] = begin_s + (one.forward_s if kind == "F" else one.backward_s)
-        if kind == "F" and stage == one.num_stages - 1:
+        clock[stage] = begin_s + (forward_s if kind == "F" else backward_s)
+        if kind == "F" and stage == num_stages - 1:
             there["B", stage, batch] = clock[stage]
         elif kind == "F" or stage > 0:
-            uplink[stage] = max(uplink[stage], clock[stage]) + one.transfer_s
-            there[kind, stage + (1 if kind == "F" else -1), batch] = uplink[stage] + one.latency_s
+            uplink[stage] = max(uplink[stage], clock[stage]) + transfer_s
+            there[kind, stage + (1 if kind == "F" else -1), batch] = uplink[stage] + latency_s
     return clock[0]
 
 
 @settings(max_examples=50)
-@given(st.integers(1, 5), st.integers(1, 9), seconds, seconds, seconds, seconds, st.integers(1, 3))
-def test_the_schedule_is_the_one_worked_out_step_by_step(stages, batches, forward, backward, transfer, latency, ahead):
-    schedule = _Schedule(stages, batches, forward, backward, transfer, latency)
-    assert schedule.run(ahead) == pytest.approx(step_by_step(schedule, ahead))
+@given(st.integers(1, 9), st.sampled_from([2.0, 3.0]), seconds, seconds, seconds, st.integers(1, 3))
+def test_two_stages_take_what_a_schedule_worked_out_step_by_step_takes(rows, ratio, forward, transfer, latency, ahead):
+    batches, backward = 2 * rows, ratio * forward
+    found = schedule_s(2, batches, ahead, forward + backward, transfer, latency)
+    assert found == pytest.approx(step_by_step(2, batches, ahead, forward, backward, transfer, latency))
+
+
+@settings(max_examples=50)
+@given(st.integers(3, 5), st.integers(1, 8), st.floats(0.0, 1.0), st.floats(0.0, 1.0), st.integers(2, 3))
+def test_more_stages_that_run_ahead_take_as_long_within_three_percent(stages, rows, transfer, latency, ahead):
+    found = schedule_s(stages, stages * rows, ahead, 3.0, transfer, latency)
+    assert found == pytest.approx(step_by_step(stages, stages * rows, ahead, 1.0, 2.0, transfer, latency), rel=0.03)
 
 
 def test_over_an_idle_border_the_bubble_is_one_batch_for_each_further_stage():
     for stages, batches in itertools.product((1, 2, 4), (4, 7)):
-        schedule = _Schedule(stages, batches, 1.0, 2.0, 0.0, 0.0)
-        assert schedule.run(1) == pytest.approx((batches + stages - 1) * 3.0)
+        assert schedule_s(stages, batches, 1, 3.0, 0.0, 0.0) == pytest.approx((batches + stages - 1) * 3.0)
 
 
 def test_running_ahead_hides_the_way_over_a_slow_border():
-    schedule = _Schedule(2, 20, 1.0, 2.0, 0.5, 1.0)
-    assert schedule.run(1) > schedule.run(2) >= 20 * 3.0
+    assert schedule_s(2, 20, 1, 3.0, 0.5, 1.0) > schedule_s(2, 20, 2, 3.0, 0.5, 1.0) >= 20 * 3.0
     # A border that is slower than the stages sets the pace.
-    assert _Schedule(2, 20, 1.0, 2.0, 5.0, 0.0).run(3) >= 20 * 5.0
+    assert schedule_s(2, 20, 3, 3.0, 5.0, 0.0) >= 20 * 5.0
 
 
 def test_bytes_and_memory_of_a_pipeline():

@@ -17,7 +17,6 @@ from ds_hybridep.plan.model_sizes import model_from_mapping
 from ds_hybridep.plan.models import read_model_file
 from ds_hybridep.plan.planner import TIE, make_plan, price_all
 from ds_hybridep.plan.question import Question, candidate_groups
-from ds_hybridep.plan.rivals import break_even_tokens
 from ds_hybridep.plan.summary import describe, ds_config_block
 from ds_hybridep.plan.workload import Workload
 from ds_hybridep.simulate.comparison import Conditions
@@ -190,7 +189,7 @@ def test_experts_that_are_fewer_than_ranks_may_be_strided_over_the_slow_level():
 
 
 def test_memory_excludes_replicas_and_says_what_they_lack():
-    question = question_of("Qwen3-30B-A3B", depths=(2,))
+    question = question_of("Qwen3-30B-A3B")
     free = make_plan(question)
     needed = free.best.memory.total_bytes
     limited = make_plan(dataclasses.replace(question, memory_bytes=needed - 1e9))
@@ -201,7 +200,7 @@ def test_memory_excludes_replicas_and_says_what_they_lack():
 
 
 def test_replicas_need_a_copy_and_sums_of_the_layers_in_flight():
-    kept = make_plan(question_of("Qwen3-30B-A3B", groups=(ExpertGroup(16),), depths=(1, 4))).best
+    kept = make_plan(question_of("Qwen3-30B-A3B", groups=(ExpertGroup(16),))).best
     assert kept.layout.domain_sizes == (2, 1)
     owned, in_flight = 48 * 8 * 4718592, (kept.layout.prefetch_depth + 1) / 48
     # A copy in bf16, and the owned weights on their way; with one micro-step sums of the layers in flight only.
@@ -246,34 +245,6 @@ def test_a_pipeline_of_more_stages_than_layers_does_not_exist():
     question = question_of("Mixtral-8x7B", (64,), (10,), tokens=64)
     pipeline = make_plan(question).alternatives[-2]
     assert (pipeline.step_s, pipeline.note) == (None, "fewer than 64 layers")
-
-
-@pytest.mark.parametrize(
-    ("name", "sizes", "tokens"),
-    [("Qwen3-30B-A3B", (2, 8), 9190), ("Qwen3-30B-A3B", (2, 1), 73526), ("DeepSeek-V3", (2, 8), 49242)],
-)
-def test_break_even_tokens(name, sizes, tokens):
-    question = question_of(name, sizes, (10, 800))
-    assert break_even_tokens(question, is_deduplicated=True) == pytest.approx(tokens, rel=1e-3)
-    # Accumulation divides it, and padding to capacity brings it down by top_k / 2 or so.
-    four = dataclasses.replace(question, workload=dataclasses.replace(question.workload, micro_steps=4))
-    assert break_even_tokens(four, is_deduplicated=True) == pytest.approx(tokens / 4, rel=1e-3)
-    assert break_even_tokens(question, is_deduplicated=False) < tokens
-
-
-def test_break_even_tokens_are_more_where_rows_travel_smaller():
-    question = question_of("Qwen3-30B-A3B")
-    smaller = dataclasses.replace(question, token_codecs=(CodecCost("half", ratio=2.0), IDENTITY))
-    workload = question.workload
-    whole = 4 * workload.row_bytes + workload.dispatch_extra_bytes + workload.return_extra_bytes
-    more = break_even_tokens(smaller, is_deduplicated=True) / break_even_tokens(question, is_deduplicated=True)
-    assert more == pytest.approx(whole / (whole - workload.row_bytes / 2), rel=1e-4)
-    assert break_even_tokens(smaller, is_deduplicated=False) == break_even_tokens(question, is_deduplicated=False)
-
-
-def test_break_even_needs_a_group_over_the_slow_level():
-    question = question_of("Qwen3-30B-A3B", groups=(ExpertGroup(8),))
-    assert break_even_tokens(question, is_deduplicated=True) is None
 
 
 @settings(max_examples=25)

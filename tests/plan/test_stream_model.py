@@ -12,13 +12,12 @@ from ds_hybridep.errors import PlanError
 from ds_hybridep.integration import estimate
 from ds_hybridep.plan import depth
 from ds_hybridep.plan.cluster import Cluster, Level, Link
-from ds_hybridep.plan.costs import COMPACT_BYTES, packet_bytes, row_counts
-from ds_hybridep.plan.layout import BY_DEEPSPEED, IDENTITY, CodecCost, ExpertGroup, Layout, LevelCodecs, Rates
+from ds_hybridep.plan.costs import COMPACT_BYTES, ranks_below, row_counts
+from ds_hybridep.plan.layout import BY_DEEPSPEED, CodecCost, ExpertGroup, Layout, LevelCodecs, Rates
 from ds_hybridep.plan.memory import memory_of
 from ds_hybridep.plan.model_sizes import model_from_mapping
 from ds_hybridep.plan.models import read_model_file
 from ds_hybridep.plan.stream_model import predict
-from ds_hybridep.plan.sync_stages import Held, ring_bytes, sync_stages
 from ds_hybridep.plan.workload import MoEModel, Workload
 
 # A slow machine is no failure, so there is no deadline per example.
@@ -81,6 +80,14 @@ def test_expert_bytes_are_those_that_the_runtime_counted():
     assert 2 * prediction.uplink_bytes[0]["expert_gradients"] == 4235264
     assert prediction.uplink_bytes[0]["tokens"] == 0
     assert prediction.uplink_bytes[1]["expert_weights"] == 0
+
+
+def packet_bytes(layout, workload, way):
+    """What a rank of 2 x 2 sends over each level of a layer's experts."""
+    cluster = cluster_of(2, 2)
+    sent = predict(cluster, layout, workload, rates_of_toy).uplink_bytes
+    totals = (kinds[f"expert_{way}"] / TOY.num_moe_layers for kinds in sent)
+    return tuple(total / below for total, below in zip(totals, ranks_below(cluster), strict=True))
 
 
 @pytest.mark.parametrize("domain_sizes", [(2, 1), (1, 2), (2, 2)])
@@ -177,11 +184,12 @@ def test_gathered_sums_and_parameters_keep_the_codec_of_the_slowest_level():
 def test_16_bit_parameters_travel_as_patches_wherever_a_level_encodes():
     workload = toy(param_bytes=2, learning_rate=1e-4)
     lossy = (LevelCodecs(dense_weight=CodecCost("int8", ratio=2.0)), LevelCodecs())
-    held = Held((2, 2), workload.dense_tensors, tuple(one.dense_weight for one in lossy), (IDENTITY,) * 2)
-    gathers = sync_stages(held, workload)[2:]
+    layout = dataclasses.replace(layout_of((2, 2), (1, 1)), codecs=lossy)
+    sent = [kinds["dense_sync"] for kinds in predict(cluster_of(2, 2), layout, workload, rates_of_toy).uplink_bytes]
     slot_bytes = 2 * TOY.dense_params / 4
-    assert gathers[0].rank_bytes == pytest.approx(24 + slot_bytes / 16)
-    assert gathers[1].rank_bytes == pytest.approx(slot_bytes + 24 + slot_bytes / 16)
+    patch_bytes = 24 + slot_bytes / 16
+    # Sums, exact; then patches.  Inside, a rank gathers its own slot and the patch that it got from the other DC.
+    assert sent == pytest.approx([2 * (slot_bytes + patch_bytes), 2 * slot_bytes + slot_bytes + patch_bytes])
 
 
 def test_experts_held_by_several_groups_are_synchronised():
@@ -198,7 +206,8 @@ def test_hierarchical_sums_cross_once_per_child():
     workload = toy(zero_stage=0, trainable_dense_params=20)  # 80 bytes
     prediction = predict(cluster_of(2, 4), layout_of((2, 4), (1, 1)), workload, rates_of_toy)
     assert [kinds["dense_sync"] for kinds in prediction.uplink_bytes] == pytest.approx([80.0, 120.0])
-    assert ring_bytes(cluster_of(2, 4), (2, 4), 80.0, 2.0, BY_DEEPSPEED) == (140.0, 140.0)
+    ring = predict(cluster_of(2, 4), layout_of((2, 4), (1, 1)), workload, rates_of_toy, BY_DEEPSPEED)
+    assert [kinds["dense_sync"] for kinds in ring.uplink_bytes] == [140.0, 140.0]
 
 
 @pytest.mark.parametrize(
@@ -309,9 +318,10 @@ def test_rows_flow_while_the_host_is_busy_with_their_messages():
         predict(cluster_of(2, 2), layout, toy(), Rates(flops_per_s=FAST, exchange_s=seconds)).terms
         for seconds in (1e-6, 10.0)
     )
-    assert quick.tokens_s == slow.tokens_s
+    assert slow.tokens_s == 0.0
+    assert 0.0 < quick.tokens_s
     assert quick.tokens_s + quick.host_s < 10
-    assert slow.tokens_s + slow.host_s == pytest.approx(4 * 4 * 10.0)
+    assert slow.host_s == pytest.approx(4 * 4 * 10.0)
 
 
 def test_host_costs_are_counted_per_call():

@@ -62,9 +62,7 @@ def counted(case: Case, codecs: list[dict[str, Any]]) -> dict[str, Any]:
 
 def sent_so_far(engine: Any) -> list[dict[str, int]]:
     """By level and kind, when nothing is under way any more."""
-    migration = engine.__dict__["_hybridep_attachment"].runtime.migration
-    if migration is not None:
-        migration.finish()
+    engine.__dict__["_hybridep_attachment"].runtime.migration.finish()
     return [level["sent_bytes"] for level in ds_hybridep.stats(engine)["levels"]]
 
 

@@ -12,15 +12,16 @@ from ds_hybridep.errors import PlanError
 from ds_hybridep.plan.cluster import Cluster, Link
 from ds_hybridep.plan.layout import ExpertGroup, Rates, SyncModel
 from ds_hybridep.plan.partition import Partition
+from ds_hybridep.plan.program import Peers
 from ds_hybridep.plan.stream_model import predict
 from ds_hybridep.plan.token_route import expected_rows
-from ds_hybridep.simulate.kinds import choose_stand_ins, with_stand_ins
-from ds_hybridep.simulate.scenario import STREAM_MODEL_ASSUMPTIONS, Assumptions, Deviation, Scenario
+from ds_hybridep.simulate.scenario import Assumptions, Deviation, Scenario
 from ds_hybridep.simulate.simulator import simulate
 from ds_hybridep.simulate.traffic import Ranks, Routing
 
 properties = settings(max_examples=40)
 rates_of_toy = Rates(flops_per_s=1e9)
+AS_THE_STREAM_MODEL = Assumptions(is_fair_to_flows=False)
 
 
 def scenario_of(cluster, layout, workload, rates=rates_of_toy, **settings):
@@ -49,7 +50,7 @@ def test_steps_are_within_3_percent_of_the_stream_model_on_even_clusters(case, a
     cluster, layout, workload, rates = case
     sync = SyncModel(algorithm=algorithm)
     expected = predict(cluster, layout, workload, rates, sync)
-    scenario = scenario_of(cluster, layout, workload, rates, sync=sync, assumptions=STREAM_MODEL_ASSUMPTIONS)
+    scenario = scenario_of(cluster, layout, workload, rates, sync=sync, assumptions=AS_THE_STREAM_MODEL)
     found = simulate(scenario)
     assert found.step_s == pytest.approx(expected.step_s, rel=0.03)
     assert math.fsum(found.terms_s.values()) == pytest.approx(found.step_s)
@@ -57,14 +58,13 @@ def test_steps_are_within_3_percent_of_the_stream_model_on_even_clusters(case, a
 
 @properties
 @given(ordered_cases())
-def test_bytes_and_waits_are_those_of_the_stream_model(case):
+def test_bytes_are_those_of_the_stream_model(case):
     cluster, layout, workload, rates = case
     # Its rings count the busiest uplink; hierarchical sums use all uplinks alike.
     sync = SyncModel(algorithm="hierarchical")
     expected = predict(cluster, layout, workload, rates, sync)
     step = simulate(scenario_of(cluster, layout, workload, rates, sync=sync))
     found = step.uplink_bytes(cluster)
-    assert step.schedule.waits == expected.waits  # in a row, over each level
     for level, kinds in enumerate(expected.uplink_bytes):
         for kind, num_bytes in kinds.items():
             assert found[level].get(kind, 0.0) == pytest.approx(num_bytes, rel=1e-9, abs=1e-3)
@@ -102,7 +102,6 @@ def test_one_rank_of_each_class_stands_for_all_of_them(case, data):
         place=st.sampled_from(places),
         bandwidth_factor=st.sampled_from([0.25, 0.5]),
         slowdown=st.sampled_from([1.0, 2.0]),
-        from_s=st.sampled_from([0.0, 0.01]),
     )
     load = data.draw(st.sampled_from([None, 1.5]))
     if load is not None:
@@ -110,7 +109,6 @@ def test_one_rank_of_each_class_stands_for_all_of_them(case, data):
     assumed = Assumptions(
         crosses_inner_links=data.draw(st.booleans()),
         is_fair_to_flows=data.draw(st.booleans()),
-        levels_in_turn=data.draw(st.booleans()),
         gathers_by_level=data.draw(st.booleans()),
     )
     scenario = scenario_of(
@@ -145,18 +143,19 @@ def test_ranks_talk_to_those_that_the_partition_names(ep_size, domain_sizes):
     spans = ExpertGroup(ep_size).spans(cluster)
     if any(span % size for span, size in zip(spans, domain_sizes, strict=True)):
         pytest.skip("such domains do not fit into this group")
-    direct = Ranks.of(cluster, layout_of(spans, domain_sizes)).patterns()
-    by_level = Ranks.of(cluster, layout_of(spans, domain_sizes, exchange="hierarchical")).patterns()
+    ranks = Ranks.of(cluster, layout_of(spans, domain_sizes))
+    direct = ranks.groups(Peers(("domain",), (0, 1)))
+    exchange = [ranks.groups(Peers(("domain",), (level,))) for level in range(2)]
+    gather = [ranks.groups(Peers(("offset",), (level,))) for level in range(2)]
     for first in range(0, 16, ep_size):
         part = Partition.build(cluster, range(first, first + ep_size), domain_sizes)
         for a, b in itertools.permutations(range(first, first + ep_size), 2):
-            talks = {name: group[a] == group[b] for name, group in {**direct, **by_level}.items()}
-            assert talks["exchange"] == (part.offset_of(a) == part.offset_of(b))
-            exchanged = any(talks[f"exchange {level}"] for level in range(2))
-            gathered = any(talks.get(f"gather {level}", False) for level in range(2))
+            exchanged, gathered = (any(group[a] == group[b] for group in groups) for groups in (exchange, gather))
+            assert (direct[a] == direct[b]) == (part.offset_of(a) == part.offset_of(b))
             assert exchanged == any(b in part.exchange_peers(a, level) for level in range(2))
             assert gathered == any(b in part.gather_peers(a, level) for level in range(2))
-    assert not any((group[:ep_size, None] == group[None, ep_size:]).any() for group in direct.values())
+    for group in (direct, *exchange, *gather):
+        assert not (group[:ep_size, None] == group[None, ep_size:]).any()
 
 
 def chance_needed(load, wanted, top_k):
@@ -204,16 +203,6 @@ def test_a_straggler_makes_all_wait_for_its_computation_and_for_no_more():
     even = simulate(scenario_of(cluster, layout, workload))
     slow = simulate(scenario_of(cluster, layout, workload, deviations=(Deviation(place=(1, 0), slowdown=3.0),)))
     assert slow.step_s == pytest.approx(3.0 * even.step_s, rel=0.01)
-
-
-def test_a_datacentre_that_slows_down_late_costs_less_than_one_that_was_slow_all_along():
-    cluster, layout, workload = cluster_of(4, 2, bandwidth=1e6), layout_of((4, 2), (1, 1)), toy()
-    steps = []
-    for from_s in (0.0, 0.5, 1e9):
-        slow = Deviation(place=(2,), bandwidth_factor=0.2, from_s=from_s)
-        steps.append(simulate(scenario_of(cluster, layout, workload, deviations=(slow,))).step_s)
-    assert steps[0] > steps[1] > steps[2]
-    assert steps[2] == pytest.approx(simulate(scenario_of(cluster, layout, workload)).step_s)
 
 
 def test_uneven_routing_loads_the_links_and_the_ranks_of_popular_experts():
@@ -266,7 +255,7 @@ def test_traces_hold_a_rank_s_spans():
     found = simulate(scenario_of(cluster, layout, toy()), traced_ranks=[3])
     spans = found.spans[3]
     assert {span.stream for span in spans} == {
-        "compute", "tokens", "weights", "gradients", "sync", "gather dense sync 0", "gather dense sync 1",
+        "compute", "tokens", "bulk over dc", "bulk over gpu",
     }  # fmt: skip
     assert max(span.end_s for span in spans) == pytest.approx(found.step_s)
     compute = sorted((span.begin_s, span.end_s) for span in spans if span.stream == "compute")
@@ -287,7 +276,7 @@ def test_scenarios_that_cannot_be_are_refused():
             scenario_of(cluster, layout, toy(), expert_load=load)
     with pytest.raises(PlanError, match=r"deviation is at \(2,\), but the cluster .* has no such place"):
         scenario_of(cluster, layout, toy(), deviations=(Deviation(place=(2,)),))
-    with pytest.raises(PlanError, match="bandwidth_factor 0, slowdown 1.0 and from_s 0.0, but must"):
+    with pytest.raises(PlanError, match="bandwidth_factor 0 and slowdown 1.0, but must"):
         Deviation(place=(0,), bandwidth_factor=0)
 
 
@@ -315,7 +304,7 @@ def thousand_dcs(**settings):
 
 @pytest.mark.parametrize("domain_size", [1, 4])
 def test_a_thousand_datacentres_agree_with_the_stream_model(domain_size):
-    scenario = thousand_dcs(domain_size=domain_size, assumptions=STREAM_MODEL_ASSUMPTIONS)
+    scenario = thousand_dcs(domain_size=domain_size, assumptions=AS_THE_STREAM_MODEL)
     expected = predict(scenario.cluster, scenario.layout, scenario.workload, scenario.rates)
     found = simulate(scenario)
     assert (found.num_classes, found.quantisation) == (1, 0.0)
@@ -335,25 +324,8 @@ def test_where_every_datacentre_differs_the_error_of_merging_them_is_told():
     workload = toy(model=dataclasses.replace(TOY, num_experts=70, num_moe_layers=1))
     different = tuple(Deviation(place=(dc,), bandwidth_factor=0.5 + 0.5 * dc / 69) for dc in range(70))
     found = simulate(scenario_of(cluster, layout, workload, deviations=different))
-    assert found.num_classes == 64
+    assert found.num_classes <= 64
     assert 0.0 < found.quantisation < 0.02
     full = simulate(scenario_of(cluster, layout, workload, deviations=different), is_reduced=False)
     assert full.num_classes == 70
     assert found.step_s == pytest.approx(full.step_s, rel=found.quantisation)
-
-
-@properties
-@given(st.lists(st.floats(0.1, 10.0), min_size=8, max_size=8), st.sampled_from([1, 2]), st.integers(1, 8))
-def test_stand_ins_are_as_close_as_they_say(factors, block, num_kinds):
-    deviations = tuple(Deviation(place=(dc,), bandwidth_factor=factor) for dc, factor in enumerate(factors))
-    scenario = scenario_of(cluster_of(8, 1), layout_of((8, 1), (1, 1)), toy(), deviations=deviations)
-    routing = Routing.of(Ranks.of(scenario.cluster, scenario.layout), scenario.workload.model)
-    stand_ins = choose_stand_ins(scenario, routing, num_kinds, block=block)
-    changed, _ = with_stand_ins(scenario, routing, stand_ins)
-    ratios = [
-        max(after.bandwidth_factor / before, before / after.bandwidth_factor)
-        for before, after in zip(factors, changed.deviations, strict=True)
-    ]
-    assert max(ratios) - 1 == pytest.approx(stand_ins.error)
-    assert len(set(stand_ins.of_child.tolist())) <= num_kinds * block
-    assert (stand_ins.error == 0.0) or num_kinds < 8 // block

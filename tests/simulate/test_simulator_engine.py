@@ -8,10 +8,13 @@ from hypothesis import strategies as st
 from paper_closed_form import PaperCase, all_gather_s, all_to_all_s
 
 from ds_hybridep.plan.cluster import Cluster, Level
+from ds_hybridep.plan.layout import Layout, LevelCodecs
+from ds_hybridep.plan.program import Peers, Stage
 from ds_hybridep.simulate.classes import merge_ranks
-from ds_hybridep.simulate.events import Change, Engine, Operation, Post, Run, Wait
+from ds_hybridep.simulate.events import Engine, Operation, Post, Run, Wait
 from ds_hybridep.simulate.flows import Flows, fair_rates
-from ds_hybridep.simulate.traffic import TrafficMaker
+from ds_hybridep.simulate.scenario import Assumptions
+from ds_hybridep.simulate.traffic import Ranks, Routing, TrafficMaker
 
 properties = settings(max_examples=60)
 
@@ -129,17 +132,6 @@ def test_packets_flow_while_ranks_compute():
     assert run(program, [packet], num_actors=1, busy_share=0.0).end_s[0] == 4.0
 
 
-def test_a_link_that_slows_down_while_bytes_flow():
-    send = Operation("send", "tokens", flows_of(((0,), (0,), 100.0, 0.0)))
-    slower = Change(0.5, link=0, bytes_per_s=25.0)
-    assert run([Post(0), Wait(0, "tokens")], [send], num_actors=1, changes=[slower]).end_s[0] == 2.5
-
-
-def test_a_rank_that_slows_down_finishes_what_it_has_begun():
-    program = [Run("compute", "", seconds(1.0)), Run("compute", "", seconds(1.0))]
-    assert run(program, [], num_actors=1, changes=[Change(0.5, actor=0, slowdown=3.0)]).end_s[0] == 4.0
-
-
 def test_ranks_that_wait_for_each_other_for_ever_are_named():
     both = Operation("both", "tokens", flows_of(((0, 1), (0,), 1.0, 0.0)), after=1)
     never = Operation("never", "weights", flows_of(((0, 1), (0,), 1.0, 0.0)), after=0)
@@ -157,6 +149,15 @@ def test_spans_tell_what_a_rank_did():
 # ---- single collectives against closed forms ----
 
 
+def made(cluster, peers, *, is_reduced):
+    """Classes and traffic of one group of all ranks."""
+    layout = Layout(spans=cluster.sizes, domain_sizes=cluster.sizes, codecs=(LevelCodecs(),) * len(cluster.sizes))
+    ranks = Ranks.of(cluster, layout)
+    classes = merge_ranks(cluster, {peers: ranks.groups(peers)}, [], is_reduced=is_reduced)
+    ones = np.ones(cluster.num_ranks)
+    return classes, TrafficMaker(ranks, Routing((ones,) * len(cluster.sizes), ones), classes, Assumptions())
+
+
 @pytest.mark.parametrize("is_reduced", [True, False])
 @pytest.mark.parametrize("num_gpus", [2, 5, 16])
 def test_an_all_to_all_and_an_all_gather_take_what_the_paper_says(num_gpus, is_reduced):
@@ -164,16 +165,15 @@ def test_an_all_to_all_and_an_all_gather_take_what_the_paper_says(num_gpus, is_r
         num_gpus=num_gpus, token_bytes=6e6, expert_bytes=3.6e5, bandwidth_bytes_per_s=1.25e8, pre_expert_s=0.0
     )
     cluster = Cluster((Level("gpu", num_gpus),))
-    everyone = {"all": np.zeros(num_gpus, dtype=np.int64)}
-    classes = merge_ranks(cluster, everyone, [], is_reduced=is_reduced)
+    everyone = Peers(("offset",), (0,))
+    classes, maker = made(cluster, everyone, is_reduced=is_reduced)
     assert classes.num_classes == (1 if is_reduced else num_gpus)
-    maker = TrafficMaker(cluster, classes, [0.0], crosses_inner_links=False, is_fair_to_flows=True)
     capacities = np.full(maker.num_links, case.bandwidth_bytes_per_s)
     for num_bytes, expected_s in (
         (case.token_bytes / num_gpus, all_to_all_s(case, 1.0)),
         (case.expert_bytes, all_gather_s(case, 0.0)),
     ):
-        traffic = maker.between_peers("all", [0], lambda _, size=num_bytes: np.full((1, 1), size))
+        traffic = maker.traffic_of(Stage(everyone, (num_bytes,), (0.0,), (num_bytes,), (0.0,)))
         assert traffic.sent_bytes == (pytest.approx(num_gpus * (num_gpus - 1) * num_bytes),)
         program = [Post(0), Wait(0, "tokens")]
         engine = Engine(capacities, classes.num_classes, program, [Operation("one", "tokens", traffic.flows)])
@@ -181,14 +181,15 @@ def test_an_all_to_all_and_an_all_gather_take_what_the_paper_says(num_gpus, is_r
 
 
 @pytest.mark.parametrize("is_reduced", [True, False])
-def test_a_ring_takes_the_bytes_of_its_slowest_edge_and_all_hops_but_the_nearest(is_reduced):
+def test_a_ring_takes_the_bytes_of_its_slowest_edge_and_the_way_around(is_reduced):
     cluster = Cluster((Level("dc", 3), Level("gpu", 2)))
-    classes = merge_ranks(cluster, {}, [], is_reduced=is_reduced)
-    maker = TrafficMaker(cluster, classes, [0.5, 0.01], crosses_inner_links=False, is_fair_to_flows=True)
+    ring = Peers(("offset",), (0, 1), is_ring=True)
+    classes, maker = made(cluster, ring, is_reduced=is_reduced)
     capacities = np.full(maker.num_links, 1000.0)
     capacities[: maker.first_link[1]] = 10.0
-    traffic = maker.ring(np.zeros(6, dtype=np.int64), 20.0, passes=2.0)
+    around_s = 2 * (3 * 0.5 + 2 * 0.01)  # two passes
+    traffic = maker.traffic_of(Stage(ring, (20.0,) * 2, (0.0,) * 2, (20.0,) * 2, (around_s,) * 2))
     assert traffic.sent_bytes == (60.0, 60.0)  # three edges between DCs, three inside
     program = [Post(0), Wait(0, "sync")]
     outcome = Engine(capacities, classes.num_classes, program, [Operation("ring", "sync", traffic.flows)]).run()
-    assert outcome.end_s == pytest.approx(np.full(classes.num_classes, 20.0 / 10.0 + 2 * (3 * 0.5 + 2 * 0.01)))
+    assert outcome.end_s == pytest.approx(np.full(classes.num_classes, 20.0 / 10.0 + around_s))

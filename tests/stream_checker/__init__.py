@@ -32,7 +32,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from ds_hybridep.experts import replicas as expert_gather
-from ds_hybridep.transport import channels, groups, job, nccl, staging
+from ds_hybridep.transport import channels, job, nccl, staging
 from ds_hybridep.transport.streams import DeviceStreams
 
 Clock = dict[str, int]  # actor (a stream or a thread) -> its time
@@ -297,7 +297,8 @@ class FakeNccl:
 
     def __init__(self, cuda: FakeCuda, checker: StreamChecker, name: str, ranks: Any, transport: Any) -> None:
         self._cuda, self._checker = cuda, checker
-        store = groups._store(f"{name}_fake_nccl", ranks, transport)
+        path = f"fake_nccl/{transport.generation}/{name}/{ranks}"
+        store = torch.distributed.distributed_c10d.PrefixStore(path, job.job_store())
         limit = timedelta(seconds=transport.timeout_s)
         self._group = torch.distributed.distributed_c10d.ProcessGroupGloo(
             store, ranks.index(transport.rank), len(ranks), limit

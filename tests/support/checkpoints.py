@@ -1,31 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checkpoints written by one engine and read by another, with the block and without."""
 
-from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
-import training
-from parity import Case, whole_parameters
-from training import Engine, evaluate, train
+from parity import Case, merged, whole_parameters
+from training import engine_of, evaluate, train
 
 STEPS_BEFORE, STEPS_AFTER = 2, 2
 
 
-def engine_of(case: Case, *, with_block: bool, seed: int = 1) -> AbstractContextManager[Engine]:
-    """A fresh engine whose weights are those of `seed`, and whose steps are all verified."""
-    hybridep = {"advanced": {"verify_interval": 1}} if with_block else None
-    return training.engine_of(case, with_block=with_block, hybridep=hybridep, seed=seed)
+def checked_engine(case: Case, *, with_block: bool, block: dict[str, Any] | None = None, **options: Any) -> Any:
+    """As `engine_of`, with settings for the block, which also proves in every step that replicas are equal."""
+    settings = merged({"advanced": {"verify_interval": 1}}, block or {})
+    return engine_of(case, with_block=with_block, hybridep=settings if with_block else None, **options)
 
 
 def resume_in_a_fresh_engine(case: Case, folder: str) -> dict[str, Any]:
     """Trains on from a checkpoint twice: in the engine that wrote it, and in one that started with other weights."""
-    with engine_of(case, with_block=True) as engine:
+    with checked_engine(case, with_block=True) as engine:
         train(engine, case, 0, STEPS_BEFORE)
         engine.save_checkpoint(folder)
         straight_losses = train(engine, case, STEPS_BEFORE, STEPS_AFTER)
         straight = whole_parameters(engine.module)
-    with engine_of(case, with_block=True, seed=2) as engine:
+    with checked_engine(case, with_block=True, seed=2) as engine:
         path, _ = engine.load_checkpoint(folder)
         resumed_losses = train(engine, case, STEPS_BEFORE, STEPS_AFTER)
         resumed = whole_parameters(engine.module)
@@ -41,11 +39,11 @@ def resume_across(case: Case, folder: str) -> dict[tuple[bool, bool], list[float
     losses = {}
     for writes_with_block in (False, True):
         path = f"{folder}/{'hybrid' if writes_with_block else 'plain'}"
-        with engine_of(case, with_block=writes_with_block) as engine:
+        with checked_engine(case, with_block=writes_with_block) as engine:
             train(engine, case, 0, STEPS_BEFORE)
             engine.save_checkpoint(path)
         for reads_with_block in (False, True):
-            with engine_of(case, with_block=reads_with_block, seed=2) as engine:
+            with checked_engine(case, with_block=reads_with_block, seed=2) as engine:
                 engine.load_checkpoint(path)
                 evaluated = evaluate(engine, case)
                 losses[writes_with_block, reads_with_block] = [

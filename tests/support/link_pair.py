@@ -181,8 +181,11 @@ sys.stdin.readline()  # the other rank is connected, too
         self._process.stdin.write("\n")
         self._process.stdin.flush()
 
-    def expect(self, line: str) -> None:
-        assert self._process.stdout.readline().strip() == line
+    def read(self) -> str:
+        return self._process.stdout.readline().strip()
+
+    def signal(self, number: int) -> None:
+        self._process.send_signal(number)
 
     def kill(self) -> None:
         self._process.kill()

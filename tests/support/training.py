@@ -26,7 +26,10 @@ Engine = deepspeed.DeepSpeedEngine
 def engine_of(
     case: Case, *, with_block: bool, hybridep: dict[str, Any] | None = None, seed: int | None = None, **config: Any
 ) -> Iterator[Engine]:
-    """A fresh engine; `hybridep` and `config` add settings to the block and to ds_config; `seed`: of other weights."""
+    """A fresh engine; `hybridep` and `config` add settings to the block and to ds_config.
+
+    seed: of its weights; by default the seed of the case.
+    """
     use_expert_groups_of(case)
     torch.manual_seed(case.seed)
     model = model_of(case, seed=case.seed if seed is None else seed)
@@ -144,13 +147,3 @@ def new_model(case: Case) -> nn.Module:
     use_expert_groups_of(case)
     torch.manual_seed(case.seed)
     return model_of(case, seed=case.seed)
-
-
-def losses_of(engine: Engine, case: Case, num_steps: int = 3) -> list[float]:
-    losses = []
-    for step in range(num_steps):
-        loss = loss_of(engine, case, *batch_of(case, step))
-        losses.append(loss.item())
-        engine.backward(loss)
-        engine.step()
-    return losses

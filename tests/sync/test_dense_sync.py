@@ -38,39 +38,18 @@ def world8(*domain_sizes: int, ep_size: int = 8, **options: Any) -> Case:
 
 
 @pytest.mark.slow
-def test_parity_under_every_zero_stage(pool4: ProcessPool) -> None:
-    assert_parity(pool4, [world4(2, 1, zero_stage=stage, accumulation=a) for stage, a in ((0, 2), (1, 1), (2, 2))])
-
-
-@pytest.mark.slow
-def test_parity_with_the_other_accumulations(pool4: ProcessPool) -> None:
-    assert_parity(pool4, [world4(2, 1, zero_stage=stage, accumulation=a) for stage, a in ((0, 1), (1, 2), (2, 1))])
-
-
-@pytest.mark.slow
-def test_parity_of_what_scales_gradients_and_of_sgd(pool4: ProcessPool) -> None:
-    cases = [
-        world4(2, 2, zero_stage=1, gradient_clipping=0.5, accumulation=2, optimizer="sgd"),
-        # Experts of groups smaller than the world are summed over groups of their own, which are left alone.
-        world4(1, 2, toy=ToyConfig(ep_size=2), zero_stage=2, accumulation=2),
-    ]
-    assert_parity(pool4, cases)
-
-
-@pytest.mark.slow
-def test_parity_of_other_ways_to_scale_gradients(pool4: ProcessPool) -> None:
+def test_parity_of_what_scales_gradients(pool4: ProcessPool) -> None:
+    """Other cases are in tests/integration/test_parity.py."""
     cases = [
         world4(1, 2, zero_stage=0, gradient_clipping=0.5),
-        world4(2, 2, zero_stage=1, gradient_clipping=0.5, accumulation=2),
+        world4(2, 2, zero_stage=1, gradient_clipping=0.5, accumulation=2, optimizer="sgd"),
         world4(1, 1, zero_stage=2, gradient_clipping=0.5, optimizer="sgd"),
+        # Experts of groups smaller than the world are summed over groups of their own.
+        world4(1, 2, toy=ToyConfig(ep_size=2), zero_stage=2, accumulation=2, gradient_clipping=0.5),
         world4(2, 1, toy=ToyConfig(num_layers=3, checkpointing="nonreentrant"), zero_stage=2, accumulation=2),
+        world4(2, 1, zero_stage=1, accumulation=2, dtype="bf16", toy=BY_TOKEN),
     ]
     assert_parity(pool4, cases)
-
-
-@pytest.mark.slow
-def test_parity_in_bf16(pool4: ProcessPool) -> None:
-    assert_parity(pool4, [world4(2, 1, zero_stage=s, accumulation=2, dtype="bf16", toy=BY_TOKEN) for s in (0, 1, 2)])
 
 
 @pytest.mark.slow
@@ -208,80 +187,6 @@ def test_bf16_with_gradients_in_fp32(pool4: ProcessPool) -> None:
     # travel in bf16 unless "communication_data_type" says otherwise), and 2 bytes of the parameter, with padding.
     bytes_per_element = sum(one["slow bytes"] for one in ours) / (STEPS * ours[0]["num_elements"])
     assert 6 <= bytes_per_element < 6.1
-
-
-# -- joining and leaving ----------------------------------------------------------------------------------------
-
-
-def groups_of(engine: deepspeed.DeepSpeedEngine) -> dict[str, Any]:
-    """What of an engine and its optimizer hierarchical synchronisation changes, by identity."""
-    optimizer = engine.optimizer
-    real = getattr(optimizer, "real_dp_process_group", None)
-    return {
-        "engine method": "allreduce_bucket" in engine.__dict__,
-        "optimizer method": "allreduce_and_copy_with_multiple_ranks" in optimizer.__dict__,
-        "group": id(getattr(optimizer, "dp_process_group", None)),
-        "groups": [id(group) for group in real] if real is not None else None,
-        "known to torch": len(torch.distributed.distributed_c10d._world.pg_group_ranks),
-    }
-
-
-def attach_and_detach(case: Case) -> dict[str, Any]:
-    """Plain, and attached by hand for the second of three steps."""
-    found: dict[str, Any] = {}
-    with engine_of(case, with_block=False) as engine:
-        found["plain"] = train(engine, case, 0, 3)
-    with engine_of(case, with_block=False) as engine:
-        found["before"] = groups_of(engine)
-        found["losses"] = train(engine, case, 0, 1)
-        ds_hybridep.attach(engine, block_of(case))
-        found["attached"] = groups_of(engine)
-        found["losses"] += train(engine, case, 1, 1)
-        found["dense bytes"] = ds_hybridep.stats(engine)["levels"][0]["sent_bytes"]["dense"]
-        ds_hybridep.detach(engine)
-        found["after"] = groups_of(engine)
-        found["losses"] += train(engine, case, 2, 1)
-        found["digest"] = dense_digest(engine)
-    return found
-
-
-@pytest.mark.parametrize("zero_stage", [slow(0), slow(1), 2])
-def test_detach_gives_deepspeed_its_groups_back(pool4: ProcessPool, zero_stage: int) -> None:
-    found = pool4.run(attach_and_detach, case=world4(2, 1, zero_stage=zero_stage))
-    for one in found:
-        assert one["losses"] == pytest.approx(one["plain"], rel=1e-5)
-        assert one["after"] == one["before"]
-        assert one["dense bytes"] > 0
-        assert one["attached"]["engine method"]
-        assert one["attached"]["known to torch"] == one["before"]["known to torch"] + 1
-        if zero_stage:
-            assert one["attached"]["optimizer method"]
-            assert one["attached"]["group"] != one["before"]["group"]
-            # The experts' own group stays.
-            changed = [a != b for a, b in zip(one["attached"]["groups"], one["before"]["groups"], strict=True)]
-            assert sorted(set(changed)) == [False, True]
-    assert len({one["digest"] for one in found}) == 1
-
-
-def save_and_resume(case: Case, folder: str) -> dict[str, Any]:
-    """Losses of four steps in one go, and of two, a checkpoint and two more in another engine."""
-    with engine_of(case, with_block=True) as engine:
-        straight = train(engine, case, 0, 2)
-        engine.save_checkpoint(folder, tag="two")
-        straight += train(engine, case, 2, 2)
-        digest = dense_digest(engine)
-    with engine_of(case, with_block=True) as engine:
-        engine.load_checkpoint(folder, tag="two")
-        resumed = train(engine, case, 2, 2)
-        return {"straight": straight, "resumed": resumed, "digests": (digest, dense_digest(engine))}
-
-
-@pytest.mark.parametrize("zero_stage", [slow(0), 1, slow(2)])
-def test_resume_is_bit_equal(pool4: ProcessPool, zero_stage: int, tmp_path: Any) -> None:
-    found = pool4.run(save_and_resume, case=world4(2, 1, zero_stage=zero_stage), folder=str(tmp_path))
-    for one in found:
-        assert one["resumed"] == one["straight"][2:]
-        assert one["digests"][0] == one["digests"][1] == found[0]["digests"][0]
 
 
 # -- refusals ---------------------------------------------------------------------------------------------------

@@ -7,11 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ds_hybridep.sync.buffers import Buffer
-from ds_hybridep.sync.feedback import Encoding
 from ds_hybridep.sync.flat import MIN_MATRIX, Span, cut, even_bounds, hash_of, parts_of, split, whole
-from ds_hybridep.sync.gradients import StepChanges
-from ds_hybridep.sync.memory import CodecMemory, Kept
 
 SHAPES = st.one_of(
     st.tuples(st.integers(0, 200)),
@@ -80,35 +76,3 @@ def test_equal_spans_have_one_hash() -> None:
     one, other = whole("a", (3, 4)), whole("a", (4, 3))
     assert hash_of([[one], []]) == hash_of([(whole("a", (3, 4)),), ()])
     assert len({hash_of(slots) for slots in ([[one], []], [[], [one]], [[other], []])}) == 3
-
-
-# -- what was kept back -----------------------------------------------------------------------------------------
-
-
-@given(st.integers(1, 40), st.integers(0, 20), st.integers(0, 30), st.integers(1, 30), st.sampled_from([1.0, 8.0]))
-def test_what_was_kept_is_added_once_where_it_belongs(
-    size: int, kept_from: int, span_from: int, span_size: int, scale: float
-) -> None:
-    changes = StepChanges()
-    residuals = CodecMemory("dense", 0, changes, 4, Encoding((None,), (None,)), (0,), torch.device("cpu"))
-    residuals.is_mean = True
-    values = torch.arange(1.0, size + 1)
-    residuals.kept = {"weight": [Kept("weight", kept_from, values.clone())]}
-    spans = (Span("other", (7,), 0, 7), Span("weight", (100,), span_from, span_size))
-    buffer = Buffer("reduce", (spans,))
-    total = torch.zeros(7 + span_size)
-    residuals.add_kept(buffer, [total], scale)
-    expected = torch.zeros(200)
-    expected[kept_from : kept_from + size] = values * scale
-    assert torch.equal(total, torch.cat([torch.zeros(7), expected[span_from : span_from + span_size]]))
-    again = torch.zeros(7 + span_size)
-    residuals.add_kept(buffer, [again], scale)
-    assert not again.any()
-    changes.undo()  # the step was skipped
-    residuals.add_kept(buffer, [again], scale)
-    assert torch.equal(again, total)
-    saved = residuals.capture()["kept"]  # before the step is applied, a checkpoint still has it
-    assert sum(values.numel() for *_, values in saved) == size
-    changes.keep()
-    left = sum(values.numel() for *_, values in residuals.capture()["kept"])
-    assert left == size - int(expected[span_from : span_from + span_size].count_nonzero())

@@ -12,19 +12,19 @@ from ds_hybridep.codecs import make_codec
 from ds_hybridep.codecs.compact import compact, expand
 from ds_hybridep.config_codecs import recommended_codecs
 from ds_hybridep.errors import PacketError
-from ds_hybridep.experts.undelivered import collect
 from ds_hybridep.sync.feedback import Feedback
 from ds_hybridep.sync.flat import parts_of, whole
 from ds_hybridep.sync.gradients import GradientMemory, StepChanges, residual_of
 from ds_hybridep.sync.home import Home
 from ds_hybridep.sync.messages import MessageLayout, PacketPart
+from ds_hybridep.sync.undelivered import Target, Undelivered, UndeliveredGradients, collect, kept_back_in
 
 CPU = torch.device("cpu")
 SHAPE = (2, 32, 40)
 
 
 def part_of(dtype: torch.dtype = torch.float32, name: str = "w", slot: int = 1) -> PacketPart:
-    return PacketPart(torch.Size(SHAPE[1:]), SHAPE[0], (((slot, name), math.prod(SHAPE)),), dtype)
+    return PacketPart(torch.Size(SHAPE[1:]), SHAPE[0], (((name, slot * math.prod(SHAPE)), math.prod(SHAPE)),), dtype)
 
 
 class Sender:
@@ -69,7 +69,7 @@ def test_residuals_are_what_was_not_sent(codec: Any, dtype: torch.dtype, is_host
             torch.testing.assert_close(sender.residuals()[0], expected, rtol=0, atol=unit)
             expected = sender.residuals()[0]
         assert torch.equal(sender.residuals()[0], expected)
-        sender.changes.keep()
+        sender.changes.commit()
         assert torch.equal(residual_of(piece.state_dict()), expected)
 
 
@@ -77,7 +77,7 @@ def test_residuals_are_what_was_not_sent(codec: Any, dtype: torch.dtype, is_host
 def test_a_skipped_step_leaves_no_bit_changed_and_no_second_copy(dtype: torch.dtype) -> None:
     sender = Sender({"type": "low_rank", "rank": 2}, part_of(dtype))
     sender.encode(normal(1))
-    sender.changes.keep()
+    sender.changes.commit()
     (piece,) = sender.memory.sent.values()
     before = piece.residual.clone()
     message = sender.encode(normal(2))
@@ -132,7 +132,7 @@ def test_layers_that_are_skipped_at_times_lose_nothing_and_need_no_more_memory(c
         gradients = [view.view(part.num_experts, *part.shape) for view, part in zip(views, sender.parts, strict=True)]
         if spans:
             found = torch.cat([one.view(-1) for one in sender.receive(sender.encode(*gradients))])
-            sender.changes.keep()
+            sender.changes.commit()
             for span, one, gradient in zip(spans, found.split([s.num_elements for s in spans]), flat, strict=True):
                 owed[span.name] += gradient
                 delivered[span.name] += one
@@ -143,13 +143,12 @@ def test_layers_that_are_skipped_at_times_lose_nothing_and_need_no_more_memory(c
         torch.testing.assert_close(delivered[name] + left[name], total, rtol=0, atol=2e-3)
 
 
-def test_what_is_saved_comes_back_when_it_is_asked_for() -> None:
+def test_what_is_saved_comes_back() -> None:
     one, other = Sender("int4", part_of(torch.bfloat16)), Sender("int4", part_of(torch.bfloat16))
     one.encode(normal(1))
-    one.changes.keep()
+    one.changes.commit()
     saved = one.memory.state_dict()
     other.memory.load_state_dict(saved)
-    assert other.memory.state_dict()["sent"][0]["residual"] is saved["sent"][0]["residual"]  # not copied yet
     assert torch.equal(one.encode(normal(2)), other.encode(normal(2)))
     assert torch.equal(one.residuals()[0], other.residuals()[0])
 
@@ -159,7 +158,7 @@ def test_residuals_in_host_memory_are_there_before_they_are_handed_over(monkeypa
     part, changes = part_of(), StepChanges()
     memory = GradientMemory("moe", [make_codec("int4", kernels="reference")], Home(CPU, True), changes, 0)
     feedback = Feedback([(part_of(slot=0),), (part,)], memory)
-    feedback.make_senders(0, 1)
+    memory.sender(0, part)
     late = normal(6)
     (piece,) = memory.sent.values()
     monkeypatch.setattr(Home, "wait", lambda _: piece.residual.copy_(late))
@@ -170,12 +169,91 @@ def test_residuals_in_host_memory_are_there_before_they_are_handed_over(monkeypa
         return SimpleNamespace(wait=int)
 
     transport: Any = SimpleNamespace(channel=lambda *_: SimpleNamespace(start=start))
-    replicas: Any = SimpleNamespace(
-        feedback=feedback, parts=feedback.parts[0], slot_parts=feedback.parts, domain_ranks=(0, 1), own_slot=0,
-        replica_slots=(1,), device=CPU, layer="moe", stages=(SimpleNamespace(level=0),),
-    )  # fmt: skip
-    collect(replicas, transport)
+    slots: Any = SimpleNamespace(
+        feedback=feedback, own_slot=0, device=CPU, layer="moe", stages=(SimpleNamespace(level=0),)
+    )
+    collect(slots, (0, 1), transport, num_ranks=2)
     assert torch.equal(sent[0], late.reshape(-1))
+
+
+# -- undelivered ----------------------------------------------------------------------------------------------------
+
+
+class Parameters:
+    """One parameter, the experts 2 and 3 of a layer, and what waits at them."""
+
+    def __init__(self, num_ranks: int = 4) -> None:
+        self.changes, self.is_boundary = StepChanges(), True
+        self.dense, self.expert = (torch.nn.Parameter(torch.zeros(shape)) for shape in ((40,), (2, 2, 4)))
+        targets = {"a": Target("a", 0, 40, self.dense), "local": Target("moe w", 16, 32, self.expert, share=0.5)}
+        self.undelivered = UndeliveredGradients(
+            lambda: targets, num_ranks, lambda: self.is_boundary, lambda: 2.0, self.changes
+        )
+
+    def gradients(self) -> tuple[torch.Tensor, torch.Tensor]:
+        self.dense.grad = self.expert.grad = None
+        (self.dense.sum() + self.expert.sum()).backward()
+        assert self.dense.grad is not None
+        assert self.expert.grad is not None
+        return self.dense.grad - 1, self.expert.grad.reshape(-1) - 1
+
+
+def test_undelivered_gradients_are_added_once_where_they_belong() -> None:
+    parameters, values = Parameters(num_ranks=4), torch.arange(1.0, 21.0)
+    parameters.dense.requires_grad_(False)  # for now
+    parameters.undelivered.add([Undelivered("a", 30, values[:10]), Undelivered("moe w", 14, values)])
+    parameters.undelivered.add([Undelivered("a", 30, values[:5]), Undelivered("unknown", 0, values)])
+    parameters.dense.requires_grad_(True)
+    dense, expert = torch.zeros(40), torch.zeros(16)
+    dense[30:], expert[:] = 8 * values[:10], 8 * values[2:18]  # four ranks, a loss scale of 2
+    dense[30:35] *= 2
+    parameters.is_boundary = False
+    assert not any(gradient.any() for gradient in parameters.gradients())
+    parameters.is_boundary = True
+    for _ in range(2):
+        assert all(map(torch.equal, parameters.gradients(), (dense, expert)))
+        assert not any(gradient.any() for gradient in parameters.gradients())  # once
+        assert len(parameters.undelivered.records()) == 3  # a checkpoint still has them
+        parameters.changes.undo()  # the step was skipped
+    assert all(map(torch.equal, parameters.gradients(), (dense, expert)))
+    parameters.changes.commit()
+    assert parameters.undelivered.records() == []
+    assert not any(gradient.any() for gradient in parameters.gradients())
+
+
+@pytest.mark.parametrize("is_ours", [True, False])
+def test_residuals_of_a_file_go_to_one_rank_and_those_of_experts_to_their_owners(is_ours: bool) -> None:
+    """As parts of a mean, so that they fit another number of ranks; residuals of experts are parts of sums."""
+    kept, shape = torch.arange(16.0), [2, 2, 4]
+    sent = {"level": 0, "shape": shape, "residual": kept.view(shape)}
+    nothing: dict[str, Any] = {"sent": [], "received": []}
+    group = {"results": nothing, "rounded": nothing}
+    saved = {
+        "experts": {
+            "moe": {"gradients": {"sent": [{**sent, "piece": ["moe w", 16]}, {**sent, "piece": ["moe w", 0]}]}}
+        },
+        "synchronised": {
+            "dense": {"is_mean": False, "sums": {"sent": [{**sent, "piece": ["a", 8]}]}, **group},
+            "experts": {"is_mean": True, "sums": {"sent": [{**sent, "piece": ["of that rank", 0]}]}, **group},
+        },
+        "undelivered": [("a", 0, kept)],
+        "places": {"of that rank": ("moe w", 24)},
+    }
+    parameters = Parameters()
+    found = list(kept_back_in(saved, 8, parameters.undelivered.share_of(is_ours=is_ours)))
+    expected = [("moe w", 16, kept / 16), ("moe w", 24, kept / 2)]
+    if is_ours:
+        expected = [expected[0], ("a", 8, kept / 8), expected[1], ("a", 0, kept)]
+    assert [(one.name, one.start) for one in found] == [(name, start) for name, start, _ in expected]
+    assert all(torch.equal(one.values, values) for one, (*_, values) in zip(found, expected, strict=True))
+
+
+def test_undelivered_gradients_wait_on_the_device_of_their_parameter() -> None:
+    parameter = torch.nn.Parameter(torch.zeros(4, device="meta"))
+    targets = {"a": Target("a", 0, 4, parameter)}
+    undelivered = UndeliveredGradients(lambda: targets, 1, lambda: True, lambda: 1.0, StepChanges())
+    undelivered.add([Undelivered("a", 0, torch.ones(4))])
+    assert undelivered.records()[0].values.device == parameter.device
 
 
 # -- nothing is lost for good -----------------------------------------------------------------------------------
@@ -209,7 +287,7 @@ def test_small_gradients_arrive(codec: Any) -> None:
 def check_sums(codec: Any, dtype: torch.dtype, *, is_noisy: bool, num_steps: int, most: float = 0.02) -> None:
     rows, cols = 64, 128
     generator = torch.Generator().manual_seed(7)
-    part = PacketPart(torch.Size((rows, cols)), 1, ((("w",), rows * cols),), dtype)
+    part = PacketPart(torch.Size((rows, cols)), 1, ((("w", 0), rows * cols),), dtype)
     sender = Sender(codec, part, kernels="auto")
     size = torch.exp(torch.rand(1, rows, cols, generator=generator) * math.log(1e-4))
     mean = size * torch.sign(torch.randn(1, rows, cols, generator=generator))
@@ -218,7 +296,7 @@ def check_sums(codec: Any, dtype: torch.dtype, *, is_noisy: bool, num_steps: int
         noise = torch.randn(1, rows, cols, generator=generator) if is_noisy else torch.zeros(())
         gradient = (mean * (1 + noise)).to(dtype).float()
         arrived += sender.receive(sender.encode(gradient))[0]
-        sender.changes.keep()
+        sender.changes.commit()
         owed += gradient
     error = (arrived + sender.residuals()[0] - owed) / (num_steps * mean)
     assert error.abs().max() < most

@@ -17,7 +17,7 @@ from ds_hybridep.sync.dense import GroupSync
 from ds_hybridep.sync.feedback import Encoding
 from ds_hybridep.sync.flat import cut, even_bounds, whole
 from ds_hybridep.sync.gradients import StepChanges
-from ds_hybridep.sync.memory import undelivered
+from ds_hybridep.sync.undelivered import kept_back_in
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(120)]
 
@@ -112,7 +112,7 @@ def sum_repeatedly(
             group.reduce_to_owners(last, slices)
         else:
             group.all_reduce(last, SPANS)
-        group.memory.changes.keep()
+        group.memory.changes.commit()
         total += last.double()
     mean = total / num_sums
     wanted = mine if owners else torch.ones_like(mine)
@@ -180,11 +180,12 @@ def sum_small_numbers(codec: Any, owners: bool, num_sums: int) -> list[float]:
             group.reduce_to_owners(last, slices)
         else:
             group.all_reduce(last, SPANS)
-        group.memory.changes.keep()
+        group.memory.changes.commit()
         found += torch.where(mine, last.double(), 0.0)
     waiting = torch.zeros(TOTAL, dtype=torch.float64)
     starts = {span.name: start for span, start in zip(SPANS, (0, 1280, 1312), strict=True)}
-    for one in undelivered(group.memory.capture()):
+    saved = {"experts": {}, "synchronised": {"all": group.memory.state_dict()}, "undelivered": [], "places": {}}
+    for one in kept_back_in(saved, 4):
         first = starts[one.name] + one.start
         waiting[first : first + one.values.numel()] += one.values.double() * 4  # of a mean over four ranks
     dist.all_reduce(waiting)

@@ -2,6 +2,7 @@
 """Gradients that codecs keep back, where a job does not go straight on: none is lost, counted twice, or piled up."""
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,9 +15,7 @@ from torch import nn
 from training import batch_of, engine_of, train
 
 import ds_hybridep
-from ds_hybridep.experts.codec_checkpoint import OwnedExperts, undelivered, write
 from ds_hybridep.integration.dense import DenseSync
-from ds_hybridep.sync.flat import whole
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(240)]
 
@@ -156,44 +155,48 @@ def test_the_first_gather_after_a_load_and_refresh_is_exact(pool4: ProcessPool, 
     assert all(pool4.run(refresh_after_a_load, case=world4(1, 1, zero_stage=1), folder=str(tmp_path)))
 
 
-def test_residuals_of_experts_fit_another_number_of_ranks(tmp_path: Path) -> None:
-    """They are sums, which DeepSpeed divides by the number of ranks."""
-    kept = torch.arange(8.0).view(1, 2, 4)
-    for rank in range(4):
-        record = {"sent": [{"piece": [1, "w"], "experts": [rank], "residual": kept}], "received": []}
-        write(tmp_path, rank, 4, {"plan": "", "step": 3, "world_size": 4, "layers": {"moe": record}})
-    files = sorted(tmp_path.glob("hybridep_rank_*.pt"))
-    owned = OwnedExperts(name="moe", experts=range(4), shapes={"w": (4, 2, 4)}, share=1.0, device=torch.device("cpu"))
-    for world_size in (4, 2, 1):
-        found = undelivered([owned], files, 3, world_size)
-        assert torch.equal(found["moe"][0] / world_size, kept.expand(4, 2, 4) / 4)  # as parts of a mean
-
-
-def test_what_was_kept_back_is_added_on_the_device_of_the_gradient(tmp_path: Path) -> None:
-    from ds_hybridep.experts.codec_checkpoint import restore
-
-    device = torch.device("meta")
-    owned = OwnedExperts(name="moe", experts=range(1), shapes={"w": (1, 2, 4)}, share=1.0, device=device)
-    saved = {"layers": {"moe": {"undelivered": {"experts": [0], "gradients": {"w": torch.ones(1, 2, 4)}}}}}
-    assert [part.device for part in restore([], [owned], saved)["moe"]] == [device]
-
-
 # -- names --------------------------------------------------------------------------------------------------------
 
 
-def test_slices_that_several_ranks_read_have_the_names_of_their_parameters() -> None:
-    """As with Muon, which needs whole matrices: their sums go to all ranks, and residuals belong to parameters."""
-    sync: Any = DenseSync.__new__(DenseSync)
-    flat = torch.zeros(24)
-    sync._bucket = flat, [whole("a", (2, 4)), whole("b", (4, 4))]
-    slices = flat.split([8, 10, 6])
-    found = sync._slices_of(slices, [0, frozenset((0, 1)), 1])
-    assert [(span.name, span.start, span.num_elements) for span in found["spans"]] == [
-        ("a", 0, 8), ("b", 0, 10), ("b", 10, 6),
-    ]  # fmt: skip
-    found = sync._slices_of(slices, [0, 1, frozenset((1,))])
-    assert [(owner, span.name, span.start) for owner, span in found["slices"]] == [
-        (0, "a", 0),
-        (1, "b", 0),
-        (1, "b", 10),
-    ]
+class Sums:
+    """Notes what `DenseSync` asks a group to sum."""
+
+    def __init__(self) -> None:
+        self.asked: list[Any] = []
+
+    def all_reduce(self, _: torch.Tensor, spans: Any) -> None:
+        self.asked.append([(span.name, span.start, span.num_elements) for span in spans])
+
+    def reduce_to_owners(self, _: torch.Tensor, slices: Any, *, is_last: bool) -> None:
+        self.asked.append([(owner, span.name, span.start, span.num_elements) for owner, span in slices])
+
+
+@pytest.mark.parametrize(
+    ("second", "asked"),
+    [
+        (1, [(0, "a", 0, 8), (1, "b", 0, 10), (1, "b", 10, 6)]),
+        # As with Muon, which needs whole matrices: their sums go to all ranks.
+        (frozenset((0, 1)), [("a", 0, 8), ("b", 0, 10), ("b", 10, 6)]),
+    ],
+)
+def test_slices_have_the_names_of_their_parameters(second: Any, asked: list[Any]) -> None:
+    """In a bucket that also has a parameter of another group in it, between the two."""
+    a, other, b = (nn.Parameter(torch.zeros(shape)) for shape in ((2, 4), (3,), (4, 4)))
+    other.allreduce, other.group_name = False, "experts"  # as DeepSpeed marks an expert
+    sums, sync = Sums(), DenseSync.__new__(DenseSync)
+    sync._syncs, sync._names, sync._is_boundary = {"all": sums}, {id(a): "a", id(b): "b"}, lambda: True
+    sync._optimizer = SimpleNamespace(
+        dp_process_group="all",
+        expert_dp_process_group={"experts": "few"},
+        bit16_groups=[[a, b], [other]],
+        ipg_buckets={torch.float32: SimpleNamespace(params=[(0, 0, 0), (1, 0, 1), (0, 1, 2)])},
+        flatten=torch.cat,
+        partition_gradients=False,
+    )
+    bucket = [(0, torch.zeros(8)), (second, torch.zeros(10)), (frozenset((1,)), torch.zeros(6))]
+
+    def reduce(bucket: Any, dtype: Any, **kwargs: Any) -> None:
+        sync._sum_for_owners(pytest.fail, [tensor for _, tensor in bucket], dtype, **kwargs)
+
+    sync._label_slices(reduce, bucket, torch.float32, process_group="all")
+    assert sums.asked == [asked]

@@ -128,16 +128,6 @@ def test_rows_are_named_by_kind_and_level(pool4: ProcessPool, tmp_path: Path) ->
         assert rows == {name: {(4 if name.endswith("dc") else 8) * EXPERT_BYTES} for name in rows}
 
 
-def test_waits_in_a_row_have_a_track_for_each_level(traces: Traces) -> None:
-    for _, trace in traces:
-        waits = [event for event in trace["traceEvents"] if event.get("cat") == "hybridep_wait"]
-        over_dc = [event["args"]["kind"] for event in waits if event["tid"] == "over dc"]
-        # Those of all layers at once; weights of the last step and of the refresh at the end too.
-        assert over_dc.count("expert_gradients") == NUM_STEPS
-        assert over_dc.count("expert_weights") == NUM_STEPS + 1
-        assert {event["args"]["kind"] for event in waits if event["tid"] == "over gpu"} == {"tokens"}
-
-
 def test_ranges_of_the_way_of_a_token_are_named_by_layer(traces: Traces) -> None:
     there_and_back = (
         "dispatch of rows",

@@ -56,8 +56,7 @@ def train_and_count(case: MoeCase, applied: Sequence[bool], accumulation: int = 
             loss_of(case, rank, output).backward()
         runtime.before_step()
         runtime.after_step(was_applied=was_applied)
-    if runtime.migration is not None:
-        runtime.migration.finish()  # what is shipped over several levels is counted level by level, as it moves on
+    runtime.migration.finish()  # what is shipped over several levels is counted level by level, as it moves on
     record = runtime.statistics.local()
     runtime.finish()
     runtime.close()

@@ -14,7 +14,6 @@ from torch import distributed as dist
 from toy_model import ToyConfig
 
 import ds_hybridep
-from ds_hybridep.integration.agreements import Agreements
 from ds_hybridep.plan.cluster import Cluster, Level, Link
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(120)]
@@ -70,22 +69,6 @@ def test_every_message_reaches_its_receiver_and_a_peer_that_closes_is_an_error(
     (wrong, error), (wrong_there, _) = pool2.run(exchange_at_random, seed=seed, connections=connections)
     assert wrong == wrong_there == []
     assert "failed" in error or "time limit" in error
-
-
-class _Group:
-    """Of one rank: what it agrees on is its own."""
-
-    def reduce_numbers(self, numbers: torch.Tensor, is_max: torch.Tensor) -> torch.Tensor:
-        return numbers
-
-
-def test_what_was_agreed_on_ahead_is_no_answer_to_another_question() -> None:
-    agreements, group = Agreements(), _Group()
-    agreements.prepare(lambda: agreements.ask(group, torch.tensor([3.0]), False))
-    found = torch.tensor([5.0])
-    agreements.ask(group, found, True)  # nobody had announced it
-    assert found.item() == 5.0
-    assert not agreements.is_under_way
 
 
 def agree_on_numbers() -> list[list[float]]:

@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from dataclasses import replace
+from math import inf
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -22,10 +23,10 @@ from ds_hybridep.errors import CommunicationError
 from ds_hybridep.link import Fact
 from ds_hybridep.plan.cluster import Cluster, Level
 from ds_hybridep.transport import job_link
-from ds_hybridep.transport.diagnosis import NEARBY, View, cause_of, peers_of, report
+from ds_hybridep.transport.diagnosis import NEARBY, News, View, cause_of, peers_of, report
 from ds_hybridep.transport.job import longest_wait_s
 from ds_hybridep.transport.waits import Waits
-from ds_hybridep.transport.watch import EXIT_STATUS, Watch, follows_from_others
+from ds_hybridep.transport.watch import AGREE_S, EXIT_STATUS, Watch, follows_from_others
 
 TWO_DCS = Cluster((Level("dc", 2), Level("gpu", 2)))
 THREE_DCS = Cluster((Level("dc", 3), Level("gpu", 2)))
@@ -42,13 +43,24 @@ def view_of(cluster=TWO_DCS, **changes):
 
 def silent(view, ranks):
     """The view when the other ranks have heard nothing of these for 11 s."""
-    hears = {
-        (rank, peer): False
+    pairs = [
+        (rank, peer)
         for rank in range(view.cluster.num_ranks)
         for peer in peers_of(view.cluster, rank)
         if peer in ranks and rank not in ranks
-    }
-    return replace(view, hears=hears, ages={rank: 11.0 if rank in ranks else age for rank, age in view.ages.items()})
+    ]
+    ages = {rank: 11.0 if rank in ranks else age for rank, age in view.ages.items()}
+    return replace(lost(view, pairs), ages=ages)
+
+
+def lost(view, pairs, text="nothing was heard of it"):
+    """The view when of each of these pairs the first rank has lost the second."""
+    return replace(view, news=(*view.news, *(News(rank, "lost", text, by) for by, rank in pairs)))
+
+
+def told(view, *news):
+    """The view when rank 1 has told this of other ranks."""
+    return replace(view, news=(*view.news, *(News(*one, 1) for one in news)))
 
 
 # -- where ranks find each other --------------------------------------------------------------------------------
@@ -83,8 +95,8 @@ def test_a_master_whose_own_name_is_a_loopback_address_is_found_by_other_hosts(m
 
 def test_a_rank_that_is_silent_is_named():
     assert cause_of(silent(view_of(), {1})).startswith("rank 1 silent for 11 s: stopped, down or cut off")
-    told = replace(silent(view_of(), {1}), facts=(Fact(1, "lost", "nothing was heard of it; last, its host answers"),))
-    assert cause_of(told).startswith("rank 1 silent for 11 s: its host answers")
+    answers = lost(view_of(), [(0, 1), (3, 1)], "nothing was heard of it for 10 s; last, its host answers")
+    assert cause_of(answers) == "rank 1 silent for 10 s: its host answers; last seen in step 4"
 
 
 def test_a_datacentre_that_is_silent_is_named_with_the_link_to_it():
@@ -101,12 +113,11 @@ def test_a_datacentre_that_hears_no_other_knows_that_it_is_cut_off():
 def test_what_silent_ranks_have_said_of_each_other_counts_no_more():
     view = silent(view_of(), {2, 3})
     assert view.silent() == {2, 3}
-    assert replace(view, hears={(0, 2): False}).silent() == set()  # rank 1 still hears rank 3
+    assert lost(view_of(), [(0, 2)]).silent() == set()  # rank 1 still hears rank 3
 
 
 def test_a_link_that_others_get_around_is_named():
-    cut = {(rank, peer): False for rank in (0, 1) for peer in (4, 5)}
-    found = cause_of(view_of(THREE_DCS, hears=cut))
+    found = cause_of(lost(view_of(THREE_DCS), [(rank, peer) for rank in (0, 1) for peer in (4, 5)]))
     assert found.startswith("the link of level 'dc' between dc 0 and dc 2 passes nothing, though both are alive")
 
 
@@ -115,7 +126,7 @@ def test_while_all_are_heard_nobody_is_to_blame():
 
 
 @pytest.mark.parametrize(
-    ("facts", "cause"),
+    ("news", "cause"),
     [
         (((2, "failed", "ValueError: x"), (1, "gone", "")), "rank 2 failed: ValueError: x"),
         (((1, "verdict", "rank 3 silent"), (2, "gone", "")), "rank 2 ended without a word"),
@@ -123,24 +134,18 @@ def test_while_all_are_heard_nobody_is_to_blame():
         (((2, "left", ""), (3, "gone", "")), "rank 3 ended without a word"),
     ],
 )
-def test_what_a_rank_said_itself_comes_first(facts, cause):
-    view = silent(view_of(facts=tuple(Fact(*fact) for fact in facts)), {1})
-    assert cause_of(view).startswith(cause)
+def test_what_a_rank_said_itself_comes_first(news, cause):
+    assert cause_of(silent(told(view_of(), *news), {1})).startswith(cause)
 
 
 def test_the_message_begins_with_the_cause_and_says_how_all_are():
-    view = silent(view_of(last_transfer="rows", facts=(Fact(2, "left", ""),)), {1})
+    view = silent(told(view_of(last_transfer="rows"), (2, "left", "")), {1})
     first, *rest = report(view, "rank 1 silent").splitlines()
     assert first == "hybridep: rank 1 silent"
     text = "\n".join(rest)
     assert "rank 1: silent, was in step 4" in text
     assert "rank 2: has left" in text
     assert "last transfer of this rank: rows" in text
-
-
-def test_a_rank_that_is_lost_over_one_of_several_connections_is_named():
-    facts = (Fact(3, "lost", "nothing was heard of it for 10 s"),)
-    assert cause_of(view_of(facts=facts)) == "rank 3 is lost: nothing was heard of it for 10 s"
 
 
 @pytest.mark.parametrize(
@@ -171,12 +176,15 @@ def test_ranks_watch_each_other_are_few_and_reach_everybody(sizes):
 # -- when a rank ends ---------------------------------------------------------------------------------------------
 
 
-def can_go_on(*, waits_s: float, for_all_s: float = 0.0, told: str = ""):
-    """Whether rank 0 goes on, with timeout_s 600, if it waits and this is told of rank 3."""
+def can_go_on(*, waits_s: float, for_all_s: float = 0.0, told: str = "", told_s: float = AGREE_S + 0.1):
+    """Whether rank 0 goes on, with timeout_s 600, if it waits and was told this of rank 3 so long ago."""
     watch = Watch.__new__(Watch)
-    watch.rank, watch._limit_s = 0, 600.0
+    watch.rank, watch._limit_s, watch._news, watch._lost_at = 0, 600.0, {}, inf
     watch._waits = SimpleNamespace(longest_s=lambda: waits_s, longest_for_all_s=lambda: for_all_s)
-    watch._facts = {(3, told): Fact(3, told, "")} if told else {}
+    watch._link = SimpleNamespace(announce=lambda kind, text: None)
+    if told:
+        watch.on_change(Fact(1, "news", json.dumps([3, told, "", 1])))
+        watch._lost_at -= told_s
     return not watch._cannot_go_on()
 
 
@@ -187,6 +195,10 @@ def test_a_rank_that_waits_goes_on_for_any_time_while_all_live():
 @pytest.mark.parametrize("kind", ["failed", "verdict", "lost"])
 def test_a_rank_that_waits_ends_at_once_if_another_one_has_failed_or_was_silent_for_timeout_s(kind):
     assert not can_go_on(waits_s=1.5, told=kind)
+
+
+def test_before_a_lost_rank_ends_the_job_all_its_peers_may_say_so():
+    assert can_go_on(waits_s=1.5, told="lost", told_s=AGREE_S - 0.5)
 
 
 def test_a_rank_that_has_left_without_a_word_ends_only_waits_that_need_it():
@@ -241,7 +253,7 @@ def test_a_wait_in_a_collective_of_torch_is_seen_while_it_lasts(pool2: ProcessPo
 def run_ranks(fault: str, folder: Path) -> list[int | None]:
     """The exit statuses of four ranks; None for one that did not end."""
     script = Path(__file__).with_name("watch_script.py")
-    run = subprocess.run([sys.executable, str(script), fault, str(folder)], capture_output=True, text=True, timeout=50)
+    run = subprocess.run([sys.executable, str(script), fault, str(folder)], capture_output=True, text=True, timeout=80)
     assert run.returncode == 0, run.stderr
     return json.loads(run.stdout)
 

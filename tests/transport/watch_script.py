@@ -10,6 +10,7 @@ Prints the exit statuses of the ranks as JSON; null for one that had not ended a
 
 import atexit
 import bdb
+import ctypes
 import json
 import os
 import signal
@@ -24,14 +25,15 @@ if __name__ == "__main__":  # and not in the process of the tests, which import 
 import torch
 import torch.distributed as dist
 
+from ds_hybridep.kernels import load_kernels
 from ds_hybridep.plan.cluster import Cluster, Level
 from ds_hybridep.transport import watch
 from ds_hybridep.transport.job_link import LinkSettings
 
-LIMIT_S = 30.0
+LIMIT_S = 45.0
 TIMEOUT_S = 2.0
-WORK_S = 9.0  # more than the watch would wait for a rank that is silent
-HEALTHY = ("computes", "sleeps", "debugs", "handles SIGTERM", "ends at once")
+WORK_S = 14.0  # more than the watch would wait for a rank that is silent
+HEALTHY = ("computes", "sleeps", "debugs", "keeps the lock", "handles SIGTERM", "ends at once")
 
 
 class Owner:
@@ -51,6 +53,9 @@ def work(kind):
             value = value @ value
     elif kind == "sleeps":
         time.sleep(WORK_S)
+    elif kind == "keeps the lock" and load_kernels("auto").name == "compiled":
+        time.sleep(1.5)  # until the compiled thread says that this process lives
+        ctypes.PyDLL(None).usleep(round(WORK_S * 1e6))
     elif kind == "debugs":
         bdb.Bdb().runcall(time.sleep, WORK_S)
     elif kind == "handles SIGTERM":

@@ -1,0 +1,70 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Gets the overflow flag and the gradient norms of a step in one message per level.
+
+DeepSpeed asks for them one by one, over all ranks: a maximum to learn whether gradients overflowed, then a sum for
+each parameter group, then means over the copies of experts.  Here the first question brings the answers to all.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ds_hybridep.integration.patches import ZERO_OPTIMIZER, Patches
+from ds_hybridep.sync.dense import GroupSync
+
+
+class GradientNorms:
+    """Answers what an optimizer of ZeRO 1 or 2 asks about the averaged gradients.  group: all ranks."""
+
+    def __init__(self, optimizer: Any, group: GroupSync, patches: Patches) -> None:
+        self._optimizer, self._group = optimizer, group
+        self._squares: Tensor | None = None  # of norms over all ranks, by parameter group, until they are asked for
+        for name, replacement in (
+            ("has_overflow", self._has_overflow),
+            ("scaled_global_norm", self._global_norm),
+            ("get_grad_norm_direct", self._norm),
+            ("_average_expert_grad_norms", self._average),
+        ):
+            patches.wrap(ZERO_OPTIMIZER, name, optimizer, replacement)
+
+    def forget(self) -> None:
+        """Call after a step: after an overflow, nobody has asked for norms."""
+        self._squares = None
+
+    def _has_overflow(self, _original: Callable[..., Any], *_args: Any, **_kwargs: Any) -> bool:
+        """Return True if a gradient is inf or nan on any rank."""
+        optimizer = self._optimizer
+        flag = optimizer.has_overflow_partitioned_grads_serial().reshape(()).double()
+        squares = [_square(optimizer.averaged_gradients[at]) for at in range(len(optimizer.bit16_groups))]
+        numbers = torch.stack([flag, *(square.to(flag) for square in squares)]).cpu()
+        found = self._group.reduce_numbers(numbers, is_max=torch.arange(len(numbers)) == 0)
+        self._squares = found[1:].float()
+        return bool(found[0])
+
+    def _global_norm(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if self._squares is None:  # nobody has asked for the flag
+            self._has_overflow(original)
+        try:
+            return original(*args, **kwargs)
+        finally:
+            self._squares = None
+
+    def _norm(self, original: Callable[..., Any], gradients: Any, *args: Any, **kwargs: Any) -> Any:
+        """Return the norm of one parameter group over all ranks; -1 if it is inf or nan, as DeepSpeed wants it."""
+        at = next((at for at, one in self._optimizer.averaged_gradients.items() if one is gradients), None)
+        if self._squares is None or at is None:
+            return original(gradients, *args, **kwargs)
+        norm = self._squares[at].to(self._optimizer.device).pow(0.5)
+        return norm.where(norm.isfinite(), -1.0)
+
+    def _average(self, _original: Callable[..., Any], _norms: Any) -> None:
+        """Do nothing: all ranks have the same norms of experts."""
+
+
+def _square(gradients: Sequence[Tensor | None]) -> Tensor:
+    """Return the squared norm of one parameter group's gradients on this rank, fp32."""
+    found = [one for one in gradients if one is not None and not getattr(one, "_zero_padding", False)]
+    norms = [torch.linalg.vector_norm(one.detach().double()) for one in found]
+    return torch.stack(norms).square().sum().float() if norms else torch.zeros(())

@@ -1,0 +1,206 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What happens when an engine is made: it is checked, gets a runtime, and its methods are changed.
+
+The import hook calls the functions at the end of this file.  patches.py lists all changes.
+"""
+
+import weakref
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from ds_hybridep.adaptive.planner import JobPlanner
+from ds_hybridep.config import HybridEPConfig, parse_config
+from ds_hybridep.errors import ConfigError, UnsupportedError
+from ds_hybridep.integration import autoep, checkpoint_guard, checkpoints, classic, saving, supported
+from ds_hybridep.integration.attachment import Attachment, attached, attachment_of
+from ds_hybridep.integration.facts import facts_of, find_layers, workload_of
+from ds_hybridep.integration.log import log_dist
+from ds_hybridep.integration.patches import AUTOEP_LAYER, ENGINE, MODULE, MOE_LAYER
+from ds_hybridep.transport.agreement import announcing_failure
+from ds_hybridep.transport.job import is_initialized, world_size
+
+BLOCK = "hybridep"
+
+
+def attach(engine: Any, config: Mapping[str, Any] | HybridEPConfig | None = None) -> None:
+    """Take over the MoE layers; all ranks must call.  Not needed if ds_config has a "hybridep" block.
+
+    With `"enabled": false` in the block this does nothing, and `stats` and `detach` raise ConfigError.
+
+    Args:
+        engine: the first value that `deepspeed.initialize` returned.
+        config: content of the block; by default the block in the engine's ds_config.
+
+    Raises:
+        ConfigError, PlanError: the block is wrong or does not fit the model.
+        UnsupportedError: the job uses a version or feature of DeepSpeed that was not tested with hybridep.
+        AgreementError: ranks differ, or a rank failed or did not call in time.
+    """
+    if not hasattr(engine, "_take_model_step"):
+        raise ConfigError(
+            f"attach got a {type(engine).__name__}; give it the engine that deepspeed.initialize returns"
+        )
+    if "_hybridep_attachment" in engine.__dict__:
+        raise ConfigError("hybridep is attached to this engine already; call ds_hybridep.detach(engine) first")
+    with announcing_failure():
+        supported.check_version()
+        checked = checked_config(engine, config)
+        if not checked.enabled:
+            return
+        layers = find_layers(engine.module)
+        _refuse_owned(layers)
+        checked = supported.resolve(engine, checked, layers)
+        supported.refuse_engine(engine, checked, layers)
+        facts = facts_of(engine, layers)
+        supported.refuse_devices(facts.specs)
+    planner = None
+    if checked.is_planned:
+        weak, workload = weakref.proxy(engine), workload_of(engine, layers, facts.specs)
+        planner = JobPlanner(checked, facts.specs, workload, micro_steps=lambda: weak.gradient_accumulation_steps())
+        log_dist(planner.describe(), ranks=[0])
+        checked = planner.start_config
+    attachment = Attachment(engine, checked, facts, layers, planner)
+    try:
+        _bind_engine(attachment)
+        attachment.bind_plan()
+        if getattr(engine, "micro_steps", 0) > 0:
+            attachment.ship_partitioned()
+    except BaseException:
+        attachment.unbind(has_failed=True)
+        raise
+    log_dist(attachment.runtime.describe(), ranks=[0])
+
+
+def checked_config(engine: Any, config: Mapping[str, Any] | HybridEPConfig | None) -> HybridEPConfig:
+    """Return the settings of a block, by default that of the engine's ds_config."""
+    if not is_initialized():
+        raise ConfigError("hybridep needs the job's process group: call deepspeed.init_distributed() before attach")
+    block: Any = config
+    if isinstance(block, HybridEPConfig):
+        return block
+    if block is None:
+        ds_config = getattr(getattr(engine, "_config", None), "_param_dict", {})
+        if BLOCK not in ds_config:
+            raise ConfigError('ds_config has no "hybridep" block: add one, or pass it to ds_hybridep.attach')
+        block = ds_config[BLOCK]
+    ds_config_path = getattr(engine, "config", None)
+    base_dir = Path(ds_config_path).parent if isinstance(ds_config_path, str) else Path(".")
+    return parse_config(block, world_size=world_size(), base_dir=base_dir)
+
+
+def _refuse_owned(layers: Mapping[str, nn.Module]) -> None:
+    """Raise ConfigError if another engine has one of the layers."""
+    owned = {id(layer) for attachment in attached() for layer in attachment.layers.values()}
+    if taken := next((name for name, layer in layers.items() if id(layer) in owned), None):
+        raise ConfigError(
+            f"{taken} belongs to another engine, to which hybridep is attached; call that engine's destroy(), or "
+            f"ds_hybridep.detach with it, before another engine takes its layers"
+        )
+
+
+def _bind_engine(attachment: Attachment) -> None:
+    """Change what stays changed over all plans."""
+    patches, engine, layers, planner = attachment.patches, attachment.engine, attachment.layers, attachment.planner
+    patches.share(ENGINE, "__del__", _wrap_del)
+    checkpoint_guard.install(patches)
+    for layer in layers.values():
+        if autoep.is_autoep_layer(layer):
+            patches.share(AUTOEP_LAYER, "forward", autoep.wrap_forward)
+        else:
+            patches.share(MOE_LAYER, "forward", classic.wrap_forward)
+    if planner is not None:
+        for layer, meter in zip(layers.values(), planner.watches, strict=True):
+            hook = torch.compiler.disable(meter.__call__)
+            patches.note(MODULE, "forward_pre_hook", layer.register_forward_pre_hook(hook).remove)
+    for method, replacement in (
+        ("save_checkpoint", partial(checkpoints.save, attachment)),
+        ("load_checkpoint", partial(checkpoints.load, attachment)),
+        ("destroy", partial(_destroy, attachment)),
+        ("compile", partial(_refuse, "compile")),
+        ("coalesce_grad_reduction", partial(_refuse, "coalesce_grad_reduction")),
+    ):
+        patches.wrap(ENGINE, method, engine, replacement)
+    if all(map(autoep.is_autoep_layer, layers.values())):
+        if adapted := autoep.adapted_layers(layers):
+            from ds_hybridep.integration import adapters  # here, because it needs modules of AutoEP
+
+            load = partial(adapters.load_module_state_dict, adapted)
+            patches.wrap(ENGINE, "load_module_state_dict", engine, load)
+        saving.bind(patches, engine, has_adapters=bool(adapted))
+    patches.share(MODULE, "zero_grad", _wrap_zero_grad_of_module)
+    attachment.bind_step()
+
+
+def _destroy(attachment: Attachment, original: Callable[..., Any]) -> None:
+    # May run while an exception propagates, so it waits for nothing.
+    attachment.unbind()
+    original()
+
+
+def _refuse(method: str, _original: Callable[..., Any], *_args: Any, **_kwargs: Any) -> Any:
+    raise UnsupportedError(
+        f"engine.{method}() does not work together with hybridep yet; leave it out, or set "
+        f'"hybridep": {{"enabled": false}}'
+    )
+
+
+def _wrap_del(original: Callable[..., None]) -> Callable[..., None]:
+    """Let engines that were neither destroyed nor detached give up what they have: DeepSpeed calls `destroy` then."""
+
+    def __del__(engine: Any) -> None:
+        if "_hybridep_attachment" in vars(engine):
+            attachment_of(engine).abandon()
+        original(engine)
+
+    return __del__
+
+
+def _wrap_zero_grad_of_module(original: Callable[..., Any]) -> Callable[..., None]:
+    """Let `torch.nn.Module.zero_grad` also clear sums of replicas if the module holds all experts of an engine."""
+
+    def zero_grad(module: nn.Module, *args: Any, **kwargs: Any) -> None:
+        original(module, *args, **kwargs)
+        attachments = attached()
+        cleared = {id(parameter) for parameter in module.parameters()} if attachments else set()
+        for attachment in attachments:
+            owned = attachment.owned_in_grad()
+            if owned and all(id(parameter) in cleared for parameter in owned):
+                attachment.clear_gradients()
+
+    return zero_grad
+
+
+# -- what the import hook calls -----------------------------------------------------------------------------------
+
+
+def configure_distributed_model(original: Callable[..., Any], engine: Any, *args: Any, **kwargs: Any) -> None:
+    """Replaces the engine's method of this name if ds_config has the block."""
+    original(engine, *args, **kwargs)
+    attach(engine)
+
+
+def configure_expert_parallel(
+    original: Callable[..., Any], engine: Any, model: nn.Module, *args: Any, **kwargs: Any
+) -> Any:
+    """Replaces the engine's method of this name too: sets adapters of experts aside while AutoEP makes its layers."""
+    settings = getattr(engine._config, "expert_parallel_config", None)
+    if settings is None or not settings.enabled:
+        return original(engine, model, *args, **kwargs)
+    from ds_hybridep.integration import adapters  # as above
+
+    supported.check_transformers()  # before AutoEP fails on it with its own error
+    taken = adapters.take_off(model)
+    with autoep.plain_registry():
+        sources = original(engine, model, *args, **kwargs)
+    adapters.put_on(model, taken, sources)
+    return sources
+
+
+def undo_start(engine: nn.Module) -> None:
+    """Give everything back: `deepspeed.initialize` has failed after `attach`."""
+    attachment_of(engine).unbind(has_failed=True)

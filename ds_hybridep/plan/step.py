@@ -1,0 +1,262 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The program of one training step of a plan, in the steady state.
+
+gathers, weights leave -> A x (forward: layer by layer, backward: layer by layer) -> sums -> optimizer
+
+layer, forward    before the experts | dispatch | wait for replicas | experts | combine
+layer, backward   output gradients | experts | input gradients | replicas' gradients leave | all else
+"""
+
+import math
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from ds_hybridep.plan.cluster import Cluster
+from ds_hybridep.plan.costs import (
+    Way,
+    expert_parts,
+    experts_per_rank,
+    gradient_messages,
+    host_traffic_s,
+    layers_in_flight,
+    padded_rows,
+    replicas_over,
+)
+from ds_hybridep.plan.held import Held, dense_parameters, shared_experts
+from ds_hybridep.plan.layout import Layout, Rates, SyncModel
+from ds_hybridep.plan.program import Instruction, Kind, Message, Peers, Post, Program, Repeat, Run, Stage, Wait
+from ds_hybridep.plan.synchronisation import Synchronisation
+from ds_hybridep.plan.token_route import chance_needed
+from ds_hybridep.plan.workload import COUNT_BYTES, Workload
+
+# Bytes that an optimizer step reads and writes per trained parameter: gradient, master, two moments, 2-byte parameter.
+OPTIMIZER_TRAFFIC_BYTES = 30
+FIND: dict[Kind, Callable[[Cluster, Layout, Workload], Held]] = {
+    "dense_sync": dense_parameters,
+    "expert_sync": shared_experts,
+}
+
+
+def step_program(
+    cluster: Cluster,
+    layout: Layout,
+    workload: Workload,
+    rates: Rates,
+    sync: SyncModel,
+    *,
+    gathers_by_level: bool = True,
+) -> Program:
+    """What every rank does in one optimizer step.
+
+    gathers_by_level: expert packets cross a slow level once for each child; False: every rank sends to all others of
+        its domain, as the paper counts it.
+
+    Raises PlanError if the arguments do not fit each other.
+    """
+    layout.check_fits(cluster)
+    return _Step(cluster, layout, workload, rates, sync, gathers_by_level).program()
+
+
+@dataclass(frozen=True)
+class _Step:
+    cluster: Cluster
+    layout: Layout
+    workload: Workload
+    rates: Rates
+    sync: SyncModel
+    gathers_by_level: bool
+
+    def program(self) -> Program:
+        workload, layout = self.workload, self.layout
+        layers = tuple(range(workload.model.num_moe_layers))
+        dense, experts = (
+            Synchronisation(kind, find(self.cluster, layout, workload), self.cluster, layout, self.rates, self.sync)
+            for kind, find in FIND.items()
+        )
+        start_experts, finish_experts = experts.gather_parameters()
+        start_dense, finish_dense = dense.gather_parameters()
+        weights, gradients = self._packet("weights"), self._packet("gradients")
+        exchanges = self._exchanges()
+        forward, backward = self._forward(exchanges), self._backward(exchanges)
+        take_weights = self._take(weights, self._coding_s("weights", "decode_bytes_per_s"))
+        between = (
+            Repeat(layers[::-1], (*backward, self._before_experts("backward"))),
+            *(*dense.sums(is_last=False), *experts.sums(is_last=False)),
+            Repeat(layers, forward),
+        )
+        return (
+            # Experts that several groups hold must arrive before they leave to replicas.
+            *(*start_experts, *start_dense, *finish_experts),
+            Repeat(layers, self._send("weights", weights)),
+            *finish_dense,
+            Repeat(layers, self._forward(exchanges, take_weights)),
+            Repeat(tuple(range(1, workload.micro_steps)), between),
+            *self._last_backward(layers, backward, gradients),
+            *(*dense.sums(is_last=True), *experts.sums(is_last=True)),
+            Run("optimizer_s", "optimizer", self._optimizer_bytes() / self.rates.memory_bytes_per_s),
+            Run("host_s", "step", self.rates.step_s, is_computing=False),
+        )
+
+    # ---- a layer ----
+
+    def _before_experts(self, label: str) -> Run:
+        seconds = self.workload.pre_expert_flops / self.rates.flops_per_s
+        return Run("dense_s", label, seconds if label != "backward" else 2.0 * seconds)
+
+    def _experts(self, label: str, times: float) -> Program:
+        """Calls and computation; DeepSpeed's layer computes the full capacity.  Source: paper (1), (2)."""
+        layout, workload, rates = self.layout, self.workload, self.rates
+        calls_s = rates.layer_s + rates.expert_call_s * experts_per_rank(layout, workload) * layout.domain_size
+        rows = workload.expert_capacity * workload.model.num_experts if layout.is_padded else workload.expert_rows
+        seconds = rows * workload.expert_flops_per_row / (rates.expert_flops_per_s or rates.flops_per_s)
+        return (
+            Run("host_s", "calls", times * calls_s, is_computing=False),
+            Run("experts_s", label, times * seconds, grows_with_rows=not layout.is_padded),
+        )
+
+    def _forward(self, exchanges: dict[str, Program], take_weights: Program = (), label: str = "forward") -> Program:
+        before = self._before_experts(label)
+        experts = self._experts("experts", 1.0)
+        return _without_pauses(before, *exchanges["dispatch"], *take_weights, *experts, *exchanges["combine"])
+
+    def _backward(self, exchanges: dict[str, Program]) -> Program:
+        """Twice the work of a forward, up to the gradient of the experts' input."""
+        again = self._forward(exchanges, label="recompute") if self.workload.is_checkpointed else ()
+        experts = self._experts("experts, backward", 2.0)
+        return _without_pauses(*again, *exchanges["output gradients"], *experts, *exchanges["input gradients"])
+
+    def _last_backward(self, layers: tuple[int, ...], backward: Program, gradients: Message) -> Program:
+        """The backward in which gradients of replicas return."""
+        before_experts = self._before_experts("backward")
+        if not gradients.stages:
+            return (Repeat(layers[::-1], (*backward, before_experts)),)
+        steps: list[Instruction] = []
+        returning: deque[int] = deque()
+        depth = layers_in_flight(self.layout, self.workload)
+        take = self._take(gradients, self._coding_s("gradients", "decode_bytes_per_s"))
+        layer_backward = (*backward, *self._send("gradients", gradients))
+        for layer in reversed(layers):
+            steps.append(Repeat((layer,), layer_backward))
+            returning.append(layer)
+            while len(returning) > depth:
+                steps.append(Repeat((returning.popleft(),), take))
+            steps.append(Repeat((layer,), (before_experts,)))
+        return *steps, Repeat(tuple(returning), take)
+
+    # ---- token rows ----
+
+    def _exchanges(self) -> dict[str, Program]:
+        workload = self.workload
+        gate_gradients = 0 if self.layout.is_padded else workload.return_extra_bytes
+        return {
+            "dispatch": self._exchange("dispatch"),
+            "combine": self._exchange("combine", is_back=True),
+            "output gradients": self._exchange("output gradients"),
+            "input gradients": self._exchange("input gradients", gate_gradients, is_back=True),
+        }
+
+    def _exchange(self, label: str, beside_bytes: float = 0.0, *, is_back: bool = False) -> Program:
+        """Rounds of messages.  Bytes flow while the host is busy with a round.
+
+        A direct exchange has one round for all levels, a hierarchical one has a round for each.  Our own dispatch
+        encodes rows, and sends gate weights and row counts with them.
+        """
+        layout, workload, counts = self.layout, self.workload, self.layout.domain_counts
+        ours = label == "dispatch" and not layout.is_padded
+        beside = workload.dispatch_extra_bytes if ours else beside_bytes
+        ratios = [codecs.token.ratio if ours else 1.0 for codecs in layout.codecs]
+        row_bytes = [workload.row_bytes / ratio + beside for ratio in ratios]
+        every = tuple(range(len(counts)))
+        rounds: list[tuple[int, ...]] = [(level,) for level in every if counts[level] > 1]
+        if rounds and (layout.is_padded or layout.exchange == "direct"):
+            rounds = [every]
+        num_experts, top_k = workload.model.num_experts, workload.model.top_k
+        round_s = self.rates.all_to_all_s if layout.is_padded else self.rates.exchange_s
+        program: list[Instruction] = []
+        for levels in reversed(rounds) if is_back else rounds:
+            fixed, by_level, chance = [float(COUNT_BYTES * ours)] * len(counts), [0.0] * len(counts), 0.0
+            if layout.is_padded:
+                fixed = [padded_rows(layout, workload) * workload.row_bytes] * len(counts)
+            else:  # by now, rows may have come from as many ranks as there are domains over slower levels
+                rows = workload.tokens_per_rank * workload.row_scale * math.prod(counts[: levels[0]])
+                chance = chance_needed(num_experts // math.prod(counts[: levels[-1] + 1]), num_experts, top_k)
+                by_level = [rows * num_bytes for num_bytes in row_bytes]
+            stage = Stage.between(
+                Peers(("domain",), levels), self.cluster, layout, fixed, by_level, chance=chance, is_back=is_back
+            )
+            message = Message("tokens", label, (stage,))
+            program += [Post(message), Run("host_s", label, round_s, is_computing=False), Wait(message)]
+        return tuple(program)
+
+    # ---- packets of experts ----
+
+    def _packet(self, way: Way) -> Message:
+        """Weights travel slowest level first, gradients fastest level first.  Source: experts/replicas.py.
+
+        At level l, with domain size S_l, a rank sends S_l - 1 neighbours its own experts and (S_j - 1) S_(j+1) ...
+        S_(l-1) times as many that came over each slower level j, in level j's codec.  Gradients are summed at each
+        level, so the codec of a level applies to all that it carries.
+        """
+        layout, workload, levels = self.layout, self.workload, self.layout.gather_levels
+        parts = expert_parts(workload, experts_per_rank(layout, workload))
+        codecs = [one.weight if way == "weights" else one.gradient for one in layout.codecs]
+        own = [codec.message_bytes(parts, workload.param_bytes) for codec in codecs]
+        sizes = layout.domain_sizes
+        stages = []
+        if not self.gathers_by_level and levels:
+            stages.append(Stage.between(Peers(("offset",), levels), self.cluster, layout, own))  # source: paper (4)
+        for level in levels if self.gathers_by_level else ():
+            if way == "gradients":
+                held = math.prod(sizes[:level]) * own[level]
+            else:
+                held = own[level]
+                for slower in range(level):
+                    held += (sizes[slower] - 1) * math.prod(sizes[slower + 1 : level]) * own[slower]
+            stages.append(Stage.between(Peers(("offset",), (level,)), self.cluster, layout, [held] * len(sizes)))
+        if way == "weights":
+            return Message("expert_weights", way, tuple(stages))
+        return Message("expert_gradients", way, tuple(reversed(stages)))
+
+    def _send(self, way: Way, message: Message) -> Program:
+        """Encode and post one layer's packet; weights are queued right after the optimizer step."""
+        if not message.stages:
+            return ()
+        seconds = self._coding_s(way, "encode_bytes_per_s")
+        seconds += host_traffic_s(self.layout, self.workload, self.rates, way)
+        packet = Run("host_s", "packet", self.rates.packet_s, is_computing=False)
+        return _without_pauses(Run("codec_s", f"encode {way}", seconds), packet, Post(message))
+
+    def _take(self, message: Message, decode_s: float) -> Program:
+        return (Wait(message), Run("codec_s", f"decode {message.label}", decode_s)) if message.stages else ()
+
+    def _coding_s(self, way: Way, rate: str) -> float:
+        """Seconds to encode or decode one layer's packets.
+
+        Weights are encoded once for each codec, and a replica is decoded once, on the rank that keeps it.  Every
+        message of gradients is encoded and decoded.
+        """
+        layout = self.layout
+        own_bytes = experts_per_rank(layout, self.workload) * self.workload.expert_travel_bytes
+        codecs = {level: layout.codecs[level] for level in layout.gather_levels}
+        if way == "gradients":
+            times = [(gradient_messages(layout, level), one.gradient) for level, one in codecs.items()]
+        elif rate == "encode_bytes_per_s":
+            times = [(1, codec) for codec in {one.weight for one in codecs.values()}]
+        else:
+            times = [(replicas_over(layout, level), one.weight) for level, one in codecs.items()]
+        return math.fsum(count * own_bytes / getattr(codec, rate) for count, codec in times)
+
+    def _optimizer_bytes(self) -> float:
+        """Traffic of a pass over the optimizer's state, which ranks with the same parameters share from ZeRO 1 on."""
+        workload, num_ranks = self.workload, self.cluster.num_ranks
+        is_shared = workload.zero_stage >= 1
+        owned = workload.model.num_moe_layers * experts_per_rank(self.layout, workload) * workload.expert_travel_params
+        num_params = workload.dense_train_params / (num_ranks if is_shared else 1)
+        num_params += owned / (num_ranks // self.layout.group_size if is_shared else 1)
+        return num_params * OPTIMIZER_TRAFFIC_BYTES
+
+
+def _without_pauses(*steps: Instruction) -> Program:
+    """All that takes time."""
+    return tuple(one for one in steps if not isinstance(one, Run) or one.seconds > 0.0)

@@ -1,0 +1,239 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What codecs have kept back and no later packet will bring: added to the next gradients, once.
+
+A residual goes into the next packet of the same sender.  Where there is no such packet, it becomes *undelivered*: a
+run of a named parameter, in the units of the averaged gradient.
+
+    another plan            of experts: senders give it to the owners (`collect`); of dense parameters: it stays here
+    a checkpoint            holds it beside the residuals
+    a load of another plan  residuals in the files become undelivered, whatever the number of ranks (`kept_back_in`)
+
+From then on it waits at a parameter of this rank, and DeepSpeed sums it like any gradient:
+
+    at the boundary         a hook adds it to this rank's own gradient of the parameter
+    the step is applied     it is dropped            the step is skipped     it waits for the next gradient
+
+An expert's parameter counts as a run of the stack of all experts of its layer, `stacked(layer, name)`, so that it has
+the same name on every rank and in groups of every size.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ds_hybridep.sync.gradients import StepChanges, residual_of
+from ds_hybridep.sync.transfers import Slots
+from ds_hybridep.transport.channels import Purpose, Transport
+
+
+@dataclass(frozen=True, eq=False)
+class Undelivered:
+    """A run of what the averaged gradient of a parameter lacks: unscaled, fp32, flat.
+
+    start: index of the first element in the flattened parameter.
+    """
+
+    name: str
+    start: int
+    values: Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class Target:
+    """A parameter of this rank that can take undelivered gradients: elements `start` to `stop` of `name`.
+
+    share: one over the number of ranks that have the parameter and read all files of a checkpoint; None if each file
+        is read by one rank.
+    """
+
+    name: str
+    start: int
+    stop: int
+    parameter: nn.Parameter
+    share: float | None = None
+
+
+# Of a run (name, start, stop): the part of it that this rank takes over, 0 if other ranks do.
+ShareOf = Callable[[str, int, int], float]
+# By the name of a parameter in one rank's model: its name on all ranks, and its first element there.
+Places = Mapping[str, tuple[str, int]]
+
+
+def everything(_name: str, _start: int, _stop: int) -> float:
+    """Take everything."""
+    return 1.0
+
+
+def stacked(layer: str, name: str) -> str:
+    """Return the name of one parameter of all experts of a layer."""
+    return f"{layer} {name}"
+
+
+@dataclass(eq=False)
+class _Waiting:
+    """What waits for the gradient of one parameter."""
+
+    target: Target
+    runs: list[Undelivered]
+    is_added: bool = False  # to the gradient of the step that is under way
+    handle: Any = None
+
+
+class UndeliveredGradients:
+    """What waits at this rank's parameters; nothing at first.
+
+    Args:
+        targets: returns the parameters by their names in this rank's model.
+        num_ranks: those over which DeepSpeed averages gradients.
+        is_boundary: returns True if the running backward is the last before the optimizer step.
+    """
+
+    def __init__(
+        self,
+        targets: Callable[[], Mapping[str, Target]],
+        num_ranks: int,
+        is_boundary: Callable[[], bool],
+        loss_scale: Callable[[], float],
+        changes: StepChanges,
+    ) -> None:
+        self._find_targets, self._num_ranks, self._changes = targets, num_ranks, changes
+        self._is_boundary, self._loss_scale = is_boundary, loss_scale
+        self._waiting: list[_Waiting] = []
+
+    def _targets(self) -> dict[str, list[Target]]:
+        """Return this rank's parameters by name."""
+        found: dict[str, list[Target]] = {}
+        for target in self._find_targets().values():
+            found.setdefault(target.name, []).append(target)
+        return found
+
+    def places(self) -> Places:
+        """Return where parameters of this rank's model lie that have another name on all ranks."""
+        targets = self._find_targets()
+        return {name: (one.name, one.start) for name, one in targets.items() if name != one.name}
+
+    def share_of(self, *, is_ours: bool) -> ShareOf:
+        """Return what this rank takes of a file's residuals.  is_ours: what one rank takes, this one does."""
+        targets = self._targets()
+
+        def share_of(name: str, start: int, stop: int) -> float:
+            shares = [one.share for one in targets.get(name, ()) if one.start < stop and start < one.stop]
+            return (shares[0] or float(is_ours)) if shares else 0.0
+
+        return share_of
+
+    def records(self) -> list[Undelivered]:
+        """Return what no applied step has used yet; the tensors are those in use."""
+        return [run for waiting in self._waiting for run in waiting.runs]
+
+    def add(self, records: Iterable[Undelivered]) -> None:
+        """Let more wait for the next gradients; what is for parameters of other ranks is ignored."""
+        targets = self._targets()
+        at = {(one.target.name, one.target.start): one for one in self._waiting if not one.is_added}
+        for record in records:
+            for target in targets.get(record.name, ()):
+                first, last = max(record.start, target.start), min(record.start + record.values.numel(), target.stop)
+                if first < last:
+                    waiting = at.get((target.name, target.start)) or self._wait_at(target)
+                    at[target.name, target.start] = waiting
+                    values = record.values[first - record.start : last - record.start]
+                    values = values.to(target.parameter.device, torch.float32, copy=True)
+                    waiting.runs.append(Undelivered(target.name, first, values))
+
+    def _wait_at(self, target: Target) -> _Waiting:
+        parameter, waiting = target.parameter, _Waiting(target, [])
+        is_trained = parameter.requires_grad
+        parameter.requires_grad_(True)  # a frozen one takes no hook, and may be trained again
+        waiting.handle = parameter.register_hook(partial(self._add_to, waiting))
+        parameter.requires_grad_(is_trained)
+        self._waiting.append(waiting)
+        return waiting
+
+    def _add_to(self, waiting: _Waiting, gradient: Tensor) -> Tensor | None:
+        if waiting.is_added or not self._is_boundary():
+            return None
+        waiting.is_added = True
+        undo = partial(setattr, waiting, "is_added", False)
+        self._changes.note(waiting, undo, partial(self._drop, waiting))
+        scale = self._num_ranks * self._loss_scale()
+        total = gradient.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
+        for run in waiting.runs:
+            first = run.start - waiting.target.start
+            total.view(-1)[first : first + run.values.numel()].add_(run.values, alpha=scale)
+        return total.to(gradient.dtype)
+
+    def _drop(self, waiting: _Waiting) -> None:
+        waiting.handle.remove()
+        if waiting in self._waiting:
+            self._waiting.remove(waiting)
+
+    def remove(self) -> list[Undelivered]:
+        """Stop adding, and return what still waits."""
+        records = self.records()
+        for waiting in list(self._waiting):
+            self._drop(waiting)
+        return records
+
+
+def collect(slots: Slots, ranks: Sequence[int], transport: Transport, num_ranks: int) -> list[Undelivered]:
+    """Return what the domain has not delivered of this rank's experts; afterwards senders have no residuals.
+
+    All ranks of the domain must call, with nothing under way.
+
+    Args:
+        ranks: by slot, the rank that owns it.
+        num_ranks: those over which DeepSpeed averages: residuals are parts of sums.
+    """
+    assert (feedback := slots.feedback) is not None, f"{slots.layer}: nothing is lossy"
+    gradients = feedback.gradients
+    gradients.home.wait()
+    held = []  # by slot, flat
+    for parts in feedback.parts:
+        found = [torch.zeros(part.fp32_bytes // 4, device=slots.device) for part in parts]
+        for stage in slots.stages:
+            for total, part in zip(found, parts, strict=True):
+                if (kept := gradients.sent.get((stage.level, part.pieces[0][0]))) is not None:
+                    total += gradients.value(kept).view(-1)
+        held.append(torch.cat(found))
+    gradients.forget()
+    own = slots.own_slot
+    total = held[own]
+    others = [slot for slot in range(len(ranks)) if slot != own]
+    sent = [(ranks[slot], held[slot]) for slot in others]
+    arrived = [(ranks[slot], torch.empty_like(total)) for slot in others]
+    purpose = Purpose("expert_gradients", "hand-over of residuals", slots.layer)
+    transport.channel("hand_over", ranks).start(sent, arrived, purpose).wait()
+    total = sum((one for _, one in arrived), total) / num_ranks  # in the order of ranks: the same sum every time
+    pieces = [piece for part in feedback.parts[own] for piece in part.pieces]
+    values = total.split([size for _, size in pieces])
+    return [Undelivered(*piece, one) for (piece, _), one in zip(pieces, values, strict=True)]
+
+
+def kept_back(saved: Mapping[str, Any], scale: float, share_of: ShareOf, places: Places) -> Iterator[Undelivered]:
+    """Yield the residuals of `GradientMemory.state_dict`, times `scale` and their share."""
+    for sent in saved["sent"]:
+        name, start = sent["piece"]
+        name, first = places.get(name, (name, 0))
+        if share := share_of(name, first + start, first + start + math.prod(sent["shape"])):
+            yield Undelivered(name, first + start, residual_of(sent).reshape(-1) * (scale * share))
+
+
+def kept_back_in(saved: Mapping[str, Any], num_ranks: int, share_of: ShareOf = everything) -> Iterator[Undelivered]:
+    """Yield what a rank has not delivered according to its file.
+
+    num_ranks: as for `collect`, of the job that saved the file: residuals of experts are parts of sums.
+    """
+    places = saved["places"]
+    for layer in saved["experts"].values():
+        yield from kept_back(layer["gradients"], 1.0 / num_ranks, share_of, places)
+    for group in saved["synchronised"].values():
+        for kind in ("sums", "results", "rounded"):
+            yield from kept_back(group[kind], 1.0 if group["is_mean"] else 1.0 / num_ranks, share_of, places)
+    for name, start, values in saved["undelivered"]:
+        if share := share_of(name, start, start + values.numel()):
+            yield Undelivered(name, start, values * share)
