@@ -392,7 +392,7 @@ def plan_without_work(case: Case, *, is_frozen: bool) -> tuple[int, int]:
 
 def plans_that_fit(case: Case) -> list[tuple[float, list[int]]]:
     """Look by look, the memory left, which ranks differ in, and the largest domains for just enough and a bit less."""
-    memory = mock.patch.object(meter, "memory_left", lambda *_: (1e6 * (7 - dist.get_rank()), 1000.0))
+    memory = mock.patch.object(meter, "memory_left", return_value=(1e6 * (7 - dist.get_rank()), 1000.0))
     with memory, engine_of(case, with_block=True, hybridep=planned_block(case)) as engine:
         planner, found = attachment_of(engine).planner, []
 
