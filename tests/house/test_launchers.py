@@ -5,16 +5,15 @@ import importlib.util
 import json
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
-from scripts import SCRIPT, free_port
+from scripts import SCRIPT, free_port, run_together
 
 SUPPORT = Path(__file__).resolve().parents[1] / "support"
 PAGE = SUPPORT.parents[1] / "docs" / "launchers.md"
@@ -49,34 +48,14 @@ def blocks_of(section: str) -> list[str]:
     return blocks
 
 
-def run_together(folder: Path, commands: Sequence[str], **environment: str) -> str:
+def output_of_all(folder: Path, commands: Sequence[str], **environment: str) -> str:
     """The output of commands that run at the same time, each as if on a node of its own."""
     (folder / "ds_config.json").write_text(json.dumps(CONFIG))
-    scripts = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    settings = {**os.environ, "PATH": scripts, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", **environment}
-    for name in ("LOCAL_RANK", "RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
-        settings.pop(name, None)
-    said = [folder / f"said_{place}" for place in range(len(commands))]
-    with ExitStack() as files:
-        processes = [
-            subprocess.Popen(
-                ["bash", "-c", f"exec {command}"], cwd=folder, env=settings,
-                stdout=files.enter_context(path.open("w")), stderr=subprocess.STDOUT, start_new_session=True,
-            )
-            for command, path in zip(commands, said, strict=True)
-        ]  # fmt: skip
-        try:
-            statuses = [process.wait(LIMIT_S) for process in processes]
-        finally:
-            # The whole group: `deepspeed` leaves its ranks behind.  Gently first: torchrun has others in other groups.
-            for signal_number in (signal.SIGTERM, signal.SIGKILL):
-                for process in processes:
-                    with suppress(ProcessLookupError):
-                        os.killpg(process.pid, signal_number)
-                    with suppress(subprocess.TimeoutExpired):
-                        process.wait(60)
-    output = "\n".join(path.read_text() for path in said)
-    assert statuses == [0] * len(commands), output[-8000:]
+    settings = {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}", **environment}
+    shells = [["bash", "-c", f"exec {command}"] for command in commands]
+    done = run_together(shells, folder, *[settings] * len(shells), limit_s=LIMIT_S)
+    output = "\n".join(said for _, said in done)
+    assert [status for status, _ in done] == [0] * len(shells), output[-8000:]
     return output
 
 
@@ -96,7 +75,7 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
     command = blocks_of("deepspeed")[0].splitlines()[1]
     assert "--num_gpus 8 " in command
     command = command.replace("--num_gpus 8", f"--num_gpus 2 --master_port {free_port()}")
-    return losses_in(run_together(tmp_path_factory.mktemp("deepspeed"), [command]))
+    return losses_in(output_of_all(tmp_path_factory.mktemp("deepspeed"), [command]))
 
 
 @pytest.mark.parametrize(
@@ -106,7 +85,7 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
 def test_two_nodes_train_as_under_deepspeed(tmp_path: Path, expected: list[float], launcher: str, rank: str) -> None:
     (first,) = blocks_of(launcher)
     second = first.replace(f"{rank} 0", f"{rank} 1")
-    assert losses_in(run_together(tmp_path, [first, second])) == expected
+    assert losses_in(output_of_all(tmp_path, [first, second])) == expected
     assert "losses " in (tmp_path / "said_0").read_text()  # so rank 0 is there
 
 
@@ -116,7 +95,7 @@ def test_the_block_reaches_accelerates_accelerator(tmp_path: Path, expected: lis
         "accelerate launch --use_deepspeed --deepspeed_config_file ds_config.json --num_machines 1 --num_processes 2 "
         f"--main_process_port {free_port()} {SUPPORT / 'accelerator_script.py'}"
     )
-    assert losses_in(run_together(tmp_path, [command])) == expected
+    assert losses_in(output_of_all(tmp_path, [command])) == expected
 
 
 # -- Slurm ------------------------------------------------------------------------------------------------------
@@ -211,5 +190,5 @@ def test_srun_on_two_nodes_trains_as_deepspeed_does(
     assert "#SBATCH --gpus-per-node=1\n" in job
     (tmp_path / "job.sh").write_text(job.replace("#SBATCH --gpus-per-node=1\n", "") + "\n")
     assert command == "sbatch job.sh"
-    run_together(tmp_path, [f"sbatch --wait --output=output.txt {command.split()[1]}"], **slurm)
+    output_of_all(tmp_path, [f"sbatch --wait --output=output.txt {command.split()[1]}"], **slurm)
     assert losses_in((tmp_path / "output.txt").read_text()) == expected
