@@ -24,7 +24,7 @@ def running(net, rank, *arguments, stdout=subprocess.PIPE):
 
 @contextmanager
 def serving(net, rank, role):
-    """A sink or echo that listens."""
+    """A sink that listens."""
     with running(net, rank, role) as process:
         assert process.stdout.readline() == b"ready\n"
         os.set_blocking(process.stdout.fileno(), False)
