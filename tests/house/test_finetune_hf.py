@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from scripts import free_port, output_of
+from scripts import blocks_of, free_port, output_of
 
 ROOT = Path(__file__).resolve().parents[2]
 LAUNCHER = str(Path(sys.executable).with_name("deepspeed"))
@@ -46,12 +46,6 @@ def launch(folder: Path, num_ranks: int, *script: str) -> str:
     return output_of([*launcher, *script], folder, 1500)
 
 
-def blocks_of(page: str, section: str) -> list[str]:
-    """The commands and programs that a section of a page shows."""
-    text = (ROOT / "docs" / page).read_text(encoding="utf-8").split(f"## {section}\n")[1].split("\n## ")[0]
-    return [block.split("\n", 1)[1] for block in text.split("```")[1::2]]
-
-
 def test_the_way_to_generate_that_the_page_shows(tmp_path: Path) -> None:
     train, generate, export = blocks_of("huggingface.md", "From training to `generate()`")
     for name in ("examples", "ds_configs", "docs", "README.md"):
@@ -60,7 +54,7 @@ def test_the_way_to_generate_that_the_page_shows(tmp_path: Path) -> None:
     scripts = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     for command in (train.replace("deepspeed ", f"{port} ", 1), export):
         output_of(["bash", "-c", command], tmp_path, 900, PATH=scripts)
-    generate += "import sys\nassert not {'deepspeed', 'ds_hybridep'} & set(sys.modules)"
+    generate += "\nimport sys\nassert not {'deepspeed', 'ds_hybridep'} & set(sys.modules)"
     said = output_of([sys.executable, "-c", generate], tmp_path, 900, TORCH_DEVICE_BACKEND_AUTOLOAD="0")
     assert len(said) > len("The block ")
     from safetensors.torch import load_file

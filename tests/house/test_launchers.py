@@ -13,10 +13,9 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
-from scripts import SCRIPT, free_port, run_together
+from scripts import SCRIPT, blocks_of, free_port, run_together
 
 SUPPORT = Path(__file__).resolve().parents[1] / "support"
-PAGE = SUPPORT.parents[1] / "docs" / "launchers.md"
 LIMIT_S = 500  # a run is 10 s of work, and a busy machine takes its time
 CONFIG = {
     "train_micro_batch_size_per_gpu": 4,
@@ -35,10 +34,9 @@ needs_accelerate = pytest.mark.skipif(
 )
 
 
-def blocks_of(section: str) -> list[str]:
+def one_for_each_node(section: str) -> list[str]:
     """What a section of the page shows, for one rank on each node."""
-    text = PAGE.read_text(encoding="utf-8").split(f"## {section}\n")[1].split("\n## ")[0]
-    blocks = [block.split("\n", 1)[1].strip() for block in text.split("```")[1::2]]
+    blocks = blocks_of("launchers.md", section)
     changes = {
         "node1": "127.0.0.1", "29500": str(free_port()), "train.py": str(SCRIPT),
         "num_processes 16": "num_processes 2", "per_node 8": "per_node 1", "per-node=8": "per-node=1",
@@ -72,7 +70,7 @@ def losses_in(output: str) -> list[float]:
 @pytest.fixture(scope="module")
 def expected(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
     """Losses under `deepspeed`."""
-    command = blocks_of("deepspeed")[0].splitlines()[1]
+    command = one_for_each_node("deepspeed")[0].splitlines()[1]
     assert "--num_gpus 8 " in command
     command = command.replace("--num_gpus 8", f"--num_gpus 2 --master_port {free_port()}")
     return losses_in(output_of_all(tmp_path_factory.mktemp("deepspeed"), [command]))
@@ -83,7 +81,7 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
     [("torchrun", "--node_rank"), pytest.param("accelerate launch", "--machine_rank", marks=needs_accelerate)],
 )
 def test_two_nodes_train_as_under_deepspeed(tmp_path: Path, expected: list[float], launcher: str, rank: str) -> None:
-    (first,) = blocks_of(launcher)
+    (first,) = one_for_each_node(launcher)
     second = first.replace(f"{rank} 0", f"{rank} 1")
     assert losses_in(output_of_all(tmp_path, [first, second])) == expected
     assert "losses " in (tmp_path / "said_0").read_text()  # so rank 0 is there
@@ -186,7 +184,7 @@ def wait_until(condition: Callable[[], bool], folder: Path) -> None:
 def test_srun_on_two_nodes_trains_as_deepspeed_does(
     tmp_path: Path, expected: list[float], slurm: dict[str, str]
 ) -> None:
-    job, command = blocks_of("srun")
+    job, command = one_for_each_node("srun")
     assert "#SBATCH --gpus-per-node=1\n" in job
     (tmp_path / "job.sh").write_text(job.replace("#SBATCH --gpus-per-node=1\n", "") + "\n")
     assert command == "sbatch job.sh"

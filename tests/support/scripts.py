@@ -38,6 +38,13 @@ def output_of(command: Sequence[str | Path], folder: Path, limit_s: float, **env
     return run.stdout
 
 
+def blocks_of(page: str, section: str) -> list[str]:
+    """The commands and programs that a section of a page of docs/ shows."""
+    text = (Path(__file__).resolve().parents[2] / "docs" / page).read_text(encoding="utf-8")
+    blocks = text.split(f"## {section}\n")[1].split("\n## ")[0].split("```")[1::2]
+    return [block.split("\n", 1)[1].strip() for block in blocks]
+
+
 def free_port() -> int:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
