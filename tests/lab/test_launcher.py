@@ -121,19 +121,7 @@ def test_sigterm_takes_everything_down(permitted, lab_namespaces, tmp_path):
 @pytest.mark.dist
 @pytest.mark.slow
 def test_the_lab_subcommand(permitted, tmp_path, capsys):
-    line = [
-        "lab",
-        "--dcs",
-        "2x1",
-        "--wan",
-        "200mbit",
-        "--delay",
-        "2ms",
-        "--timeout",
-        "50s",
-        "--log-dir",
-        str(tmp_path),
-    ]
+    line = ["lab", "--dcs", "2x1", "--wan", "200mbit", "--delay", "2ms", "--log-dir", str(tmp_path)]
     line += ["--timeout", "50s"]
     assert main([*line, "--", *ALLREDUCE]) == 0
     shown = capsys.readouterr().out
