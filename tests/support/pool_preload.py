@@ -31,7 +31,9 @@ for _name in (
 hf_models.preload()
 hf_models.let_plain_autoep_work()
 
-__all__ = ["deepspeed", "torch"]
+LINEAR = torch.nn.functional.linear
+
+__all__ = ["LINEAR", "deepspeed", "torch"]
 
 logger.setLevel(logging.ERROR)
 

@@ -244,6 +244,8 @@ def _worker_main(rank: int, world_size: int, pipe: Connection, log_path: str) ->
 
 
 def _answer(target: str, kwargs: dict[str, Any]) -> tuple[bool, Any]:
+    import pool_preload
+
     module_name, _, function_name = target.partition(":")
     try:
         function = importlib.import_module(module_name)
@@ -252,6 +254,9 @@ def _answer(target: str, kwargs: dict[str, Any]) -> tuple[bool, Any]:
         return True, function(**kwargs)
     except BaseException:  # noqa: BLE001 (also SystemExit: whatever ends a call is reported)
         return False, traceback.format_exc()
+    finally:
+        # ZeRO 3 puts its own in this place, for good.  It gives gradients in another order.
+        pool_preload.torch.nn.functional.linear = pool_preload.LINEAR
 
 
 def _join_group(rank: int, world_size: int, pipe: Connection) -> None:
@@ -266,8 +271,9 @@ def _join_group(rank: int, world_size: int, pipe: Connection) -> None:
     )
     if Path("/sys/class/net/lo").exists():
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # no look-up of the host name, which may be slow or wrong
-    import pool_preload
     import torch.distributed as torch_dist
+
+    import pool_preload
 
     torch = pool_preload.torch
     torch.set_num_threads(1)
