@@ -271,9 +271,8 @@ def _join_group(rank: int, world_size: int, pipe: Connection) -> None:
     )
     if Path("/sys/class/net/lo").exists():
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # no look-up of the host name, which may be slow or wrong
-    import torch.distributed as torch_dist
-
     import pool_preload
+    import torch.distributed as torch_dist
 
     torch = pool_preload.torch
     torch.set_num_threads(1)
