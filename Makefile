@@ -34,7 +34,7 @@ help:
 	@echo "make clean      remove what the others made, .venv too"
 
 # op_builder/ and csrc/ lie beside the package, so setuptools finds modules by a finder and warns of an editable install.
-$(VENV)/.installed: setup.py ds_hybridep/version.py
+$(VENV)/.installed: pyproject.toml setup.py ds_hybridep/version.py
 	@echo "[1/3] making $(VENV)"
 	@$(PYTHON) -m venv $(VENV)
 	@$(BIN)/python -m pip install -q --disable-pip-version-check --upgrade pip

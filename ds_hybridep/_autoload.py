@@ -185,8 +185,8 @@ def _refuse(reason: Exception, original: "Any", *args: "Any", **kwargs: "Any") -
     if any(map(_is_on, (*args, *kwargs.values()))):
         raise RuntimeError(
             f'ds_config has a "{_BLOCK}" block, but ds_hybridep could not join this DeepSpeed ({reason}); install '
-            f'a version of DeepSpeed that it supports (see its setup.py), or set "{_BLOCK}": {{"enabled": false}} '
-            f"to train without it"
+            f"a version of DeepSpeed that it supports (see its pyproject.toml), or set "
+            f'"{_BLOCK}": {{"enabled": false}} to train without it'
         ) from reason
     original(*args, **kwargs)
 

@@ -256,14 +256,6 @@ def test_no_expectation_is_below_zero(predicted, difference_s):
     assert 0.0 < choice.runner_up_s
 
 
-def test_slow_links_want_domains_and_fast_ones_with_few_tokens_do_not():
-    found = options()
-    for about, sizes in ((job(mbit=20), (2, 1)), (job(mbit=10_000, tokens=32), (1, 1))):
-        chooser = Chooser(found)
-        now = Look(step=6, step_s=about.predict(found[0]).step_s, before=about, job=about, was_settled=False)
-        assert chooser.look(found[0], now)[0].config.domain_sizes == sizes
-
-
 # -- whole jobs, simulated --------------------------------------------------------------------------------------
 
 
@@ -372,18 +364,6 @@ def test_noisy_steps_bring_no_change_once_a_choice_is_over():
     assert not done.chooser.is_open
     changes = len(done.changes)
     assert len(done.run(1000).changes) == changes
-
-
-def test_other_work_brings_a_new_choice():
-    few, many = (job(mbit=500, tokens=tokens, rates=BUSY_HOSTS) for tokens in (16, 4096))
-
-    def model(step):
-        return many if step > 100 else few
-
-    done = SimulatedJob(ALL, lambda option, step: model(step).predict(option).step_s, model).run(100)
-    assert done.current.config.domain_sizes == (1, 1)
-    done.run(40)
-    assert done.current.config.domain_sizes != (1, 1)
 
 
 def test_steps_from_before_a_change_are_not_believed():

@@ -6,12 +6,13 @@ import math
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from deepspeed import comm as dist
 from marks import slow
-from parity import FP32_TOLERANCE, Case, levels_of, merged
+from parity import Case, levels_of, merged
 from process_pool import ProcessPool
 from toy_model import ToyConfig
 from training import (
@@ -19,6 +20,7 @@ from training import (
     batch_of,
     block_of,
     block_with,
+    close_to,
     engine_of,
     error_of,
     evaluate,
@@ -26,6 +28,7 @@ from training import (
     replicas_of,
     runtime_of,
     train,
+    world4,
 )
 
 import ds_hybridep
@@ -39,11 +42,6 @@ pytestmark = [pytest.mark.dist, pytest.mark.timeout(180)]
 SIZES = ((1, 1), (2, 1), (1, 1))
 COARSE = {"type": "int2", "block": 256}
 LOSSY = [(COARSE, COARSE), ("identity", "identity")]
-EXACT = [("identity", "identity")] * 2
-
-
-def world4(*domain_sizes: int, **options: Any) -> Case:
-    return Case(levels=levels_of((2, 2), domain_sizes), **options)
 
 
 def world2(domain_size: int, **options: Any) -> Case:
@@ -178,20 +176,6 @@ def looks_of(case: Case, steps: int, **settings: Any) -> tuple[list[int], int, b
         return found, planner._num_steps, planner._watch.mode == "off"
 
 
-def plans_by_hand(case: Case) -> list[tuple[str | None, bool, int]]:
-    """After settings that are none of the options, and after some that are: the plan, is it over, and later looks."""
-    block, found = planned_block(case), []
-    with engine_of(case, with_block=True, hybridep=block) as engine:
-        planner = attachment_of(engine).planner
-        looks = looks_at(planner)
-        train(engine, case, 0, 1)
-        for index, replacement in enumerate((block_with(case, LOSSY[:1]), block_of_sizes(case, (2,)))):
-            ds_hybridep.replan(engine, block_of(case, **replacement))
-            train(engine, case, 1 + 8 * index, 8)
-            found.append((ds_hybridep.stats(engine)["planning"]["plan"], planner._watch.mode == "off", len(looks)))
-        return found
-
-
 def choose_again(case: Case) -> list[tuple[bool, bool]]:
     """(settled, a look was made) of a plan that is held, and of one that is chosen anew."""
     with engine_of(case, with_block=True, hybridep=planned_block(case)) as engine:
@@ -228,15 +212,11 @@ def measured_links(case: Case) -> tuple[list[dict[str, Any]], int]:
     from ds_hybridep.adaptive import probe
 
     levels = [{"name": "dc", "size": 2, "domain_size": "auto"}, {"name": "gpu", "size": 2}]
-    long_enough_s, probe.LONG_ENOUGH_S = probe.LONG_ENOUGH_S, 0.01
-    try:
-        with engine_of(case, with_block=True, hybridep={"levels": levels}) as engine:
-            dist.barrier()  # nobody leaves while others still connect
-            planner = attachment_of(engine).planner
-            sent_bytes = planner._transport.traffic.sent_bytes.get((0, "control"), 0)
-            return ds_hybridep.stats(engine)["planning"]["links"], sent_bytes
-    finally:
-        probe.LONG_ENOUGH_S = long_enough_s
+    short = mock.patch.object(probe, "LONG_ENOUGH_S", 0.01)
+    with short, engine_of(case, with_block=True, hybridep={"levels": levels}) as engine:
+        dist.barrier()  # nobody leaves while others still connect
+        sent_bytes = attachment_of(engine).planner._transport.traffic.sent_bytes.get((0, "control"), 0)
+        return ds_hybridep.stats(engine)["planning"]["links"], sent_bytes
 
 
 def planned_block(case: Case, **settings: Any) -> dict[str, Any]:
@@ -412,37 +392,25 @@ def plan_without_work(case: Case, *, is_frozen: bool) -> tuple[int, int]:
 
 def plans_that_fit(case: Case) -> list[tuple[float, list[int]]]:
     """Look by look, the memory left, which ranks differ in, and the largest domains for just enough and a bit less."""
-    measure = meter.memory_left
-    meter.memory_left = lambda device, num_neighbours: (1e6 * (7 - dist.get_rank()), 1000.0)
-    try:
-        with engine_of(case, with_block=True, hybridep=planned_block(case)) as engine:
-            planner, found = attachment_of(engine).planner, []
+    memory = mock.patch.object(meter, "memory_left", return_value=(1e6 * (7 - dist.get_rank()), 1000.0))
+    with memory, engine_of(case, with_block=True, hybridep=planned_block(case)) as engine:
+        planner, found = attachment_of(engine).planner, []
 
-            def look(current: Option, about: Look) -> tuple[Option, bool]:
-                free_bytes, sizes = planner._meter.memory[0], []
-                needed_bytes = 1000.0 + max(
-                    about.job.memory(option).replica_bytes for option in planner._chooser.options
-                )
-                for extra in (1, -1):
-                    planner._meter.memory = (needed_bytes / meter.ROOM_SHARE + extra, 1000.0)
-                    sizes.append(max(max(o.config.domain_sizes) for o in planner._chooser.options if about.fits(o)))
-                found.append((free_bytes, sizes))
-                return current, True
+        def look(current: Option, about: Look) -> tuple[Option, bool]:
+            free_bytes, options, sizes = planner._meter.memory[0], planner._chooser.options, []
+            needed_bytes = 1000.0 + max(about.job.memory(option).replica_bytes for option in options)
+            for extra in (1, -1):
+                planner._meter.memory = (needed_bytes / meter.ROOM_SHARE + extra, 1000.0)
+                sizes.append(max(max(o.config.domain_sizes) for o in options if about.fits(o)))
+            found.append((free_bytes, sizes))
+            return current, True
 
-            planner._chooser.look = look
-            train(engine, case, 0, 6)
-            return found
-    finally:
-        meter.memory_left = measure
+        planner._chooser.look = look
+        train(engine, case, 0, 6)
+        return found
 
 
 # -- tests ------------------------------------------------------------------------------------------------------
-
-
-def assert_close(ours: list[float], plain: list[float]) -> None:
-    assert len(ours) == len(plain)
-    for step, (one, other) in enumerate(zip(ours, plain, strict=True)):
-        assert abs(one - other) <= FP32_TOLERANCE * abs(other), f"micro-step {step}: {one} instead of {other}"
 
 
 @pytest.mark.parametrize(("zero_stage", "accumulation"), [pytest.param(1, 1, marks=pytest.mark.slow), (2, 2)])
@@ -455,7 +423,7 @@ def test_losses_are_deepspeeds_over_changes_of_plan(pool4: ProcessPool, zero_sta
     hybrid = pool4.run(losses_over, case=case, blocks=blocks, steps=2, timeout_s=120)
     for rank in range(4):
         losses, _, stats = hybrid[rank]
-        assert_close(losses, plain[rank])
+        assert losses == close_to(plain[rank])
         assert stats["steps"] == 2 * len(blocks)  # counting goes on
         assert stats["levels"][0]["sent_bytes"]["tokens"] > 0
         assert stats["levels"][0]["sent_bytes"]["expert_weights"] > 0
@@ -489,7 +457,7 @@ def test_a_planned_job_changes_its_plan_and_keeps_its_losses(pool4: ProcessPool)
     plain = pool4.run(plain_losses, case=case, num_steps=16)
     results = pool4.run(planned_run, case=case, wanted=wanted, steps=16, timeout_s=120)
     for rank, (losses, record, is_settled) in enumerate(results):
-        assert_close(losses, plain[rank])
+        assert losses == close_to(plain[rank])
         # Three steps of each plan are measured, without the first ones, and the next step brings the look.
         changes = [(entry["step"], entry["to"].split(" ")[0]) for entry in record["history"]]
         assert changes == [(6, "[2,1]"), (11, "[1,1]")]
@@ -506,16 +474,6 @@ def test_a_settled_plan_is_looked_at_when_steps_change(pool2: ProcessPool):
     # The first look after five steps; the thirteenth step is longer.
     assert pool2.run(looks_of, case=case, steps=16)[0] == ([6, 14], 16, False)
     assert pool2.run(looks_of, case=case, steps=16, advanced={"replan": False})[0] == ([6], 16, True)
-
-
-@pytest.mark.slow
-def test_planning_ends_with_settings_that_are_no_option_and_goes_on_with_others(pool2: ProcessPool):
-    results = pool2.run(plans_by_hand, case=world2(2), timeout_s=120)
-    for by_hand, option in results:
-        assert by_hand == (None, True, 0)
-        assert option[0].startswith("[2]")
-        assert not option[1]
-    assert results[0][1][2] > 0  # rank 0 has looked again
 
 
 def test_a_plan_is_held_until_it_is_chosen_anew(pool2: ProcessPool):
@@ -541,7 +499,7 @@ def test_a_planned_job_goes_on_with_the_plan_of_its_checkpoint(pool4: ProcessPoo
     for saved, loaded, losses, again in results:
         assert saved == loaded
         assert saved.startswith("[2,1]")
-        assert_close(again, losses)
+        assert again == close_to(losses)
     record = json.loads((tmp_path / "two" / "hybridep_plan.json").read_text())
     assert record["plan"] == results[0][0]
     assert record["history"][-1]["reason"] == "by hand"

@@ -6,26 +6,18 @@ import pytest
 from ds_hybridep.commands.main import main
 from ds_hybridep.commands.record import explain_plan, format_run_record
 
+
+def level(name, plain_ep_bytes, *sent_bytes):
+    kinds = ("tokens", "expert_weights", "expert_gradients", "dense", "control")
+    return {"name": name, "sent_bytes": dict(zip(kinds, sent_bytes, strict=True)), "plain_ep_bytes": plain_ep_bytes}
+
+
 RECORD = {
     "steps": 10,
     "world_size": 4,
     "levels": [
-        {
-            "name": "dc",
-            "sent_bytes": {
-                "tokens": 0,
-                "expert_weights": 20_000_000,
-                "expert_gradients": 15_000_000,
-                "dense": 5_000_000,
-                "control": 1000,
-            },
-            "plain_ep_bytes": 100_000_000,
-        },
-        {
-            "name": "gpu",
-            "sent_bytes": {"tokens": 80_000_000, "expert_weights": 0, "expert_gradients": 0, "dense": 0, "control": 0},
-            "plain_ep_bytes": 0,
-        },
+        level("dc", 100_000_000, 0, 20_000_000, 15_000_000, 5_000_000, 1000),
+        level("gpu", 0, 80_000_000, 0, 0, 0, 0),
     ],
     "exposed_s": {"tokens": 0.25},
     "layers": [],
@@ -51,11 +43,6 @@ def test_header_and_waits_name_their_units():
     text = format_run_record(RECORD)
     assert text.startswith("MB sent per step, 4 ranks together, mean of 10 steps\n")
     assert text.endswith("mean per step: tokens 25.0 ms")
-
-
-def test_columns_are_aligned():
-    lines = format_run_record(RECORD).splitlines()[2:5]
-    assert len({len(line) for line in lines}) == 1
 
 
 @pytest.mark.parametrize("content", [None, "{", "[]", '{"levels": []}', '{"steps": 2, "levels": [{}]}'])
@@ -106,19 +93,10 @@ PLANNING = {
     "runner_up_s": 1.25,
     "predicted": {
         "step_s": 1.0,
-        "terms_s": {
-            "dense_s": 0.25,
-            "tokens_s": 0.5,
-            "expert_weights_s": 0.25,
-            "dense_sync_s": 0.125,
-            "expert_sync_s": 0.125,
-        },
+        "terms_s": dict(dense_s=0.25, tokens_s=0.5, expert_weights_s=0.25, dense_sync_s=0.125, expert_sync_s=0.125),
     },
     "measured_step_s": 1.5,
-    "measured": {
-        "waited_s": {"tokens": 0.75, "expert_weights": 0.125},
-        "codec_s": 0.0,
-    },
+    "measured": {"waited_s": {"tokens": 0.75, "expert_weights": 0.125}, "codec_s": 0.0},
     "links": [
         {"name": "dc", "bandwidth_gbps": 0.1, "latency_ms": 5.0},
         {"name": "gpu", "bandwidth_gbps": None, "latency_ms": None},

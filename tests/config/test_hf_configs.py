@@ -26,7 +26,7 @@ def load(name: str) -> tuple[dict[str, Any], int]:
     return config, math.prod(level["size"] for level in config["hybridep"]["levels"])
 
 
-@pytest.mark.parametrize("name", ["hf_2x2.json", *MODELS])
+@pytest.mark.parametrize("name", ["hf_2x2.json", "lora_2x8.json", *MODELS])
 def test_deepspeed_accepts_the_block_and_domains_fit_into_its_groups(name: str) -> None:
     config, world_size = load(name)
     autoep = parse_autoep_config(config["expert_parallel"])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The CUDA kernels of csrc/cuda compiled for the CPU, where every CUDA thread is a fiber: see README.md.
+"""The CUDA kernels of csrc/cuda compiled for the CPU, where every CUDA thread is a fiber: see cuda_emulation.h.
 
 `load_emulated()` gives them as kernels for CPU tensors, so that the tests of kernels run on them without a GPU.
 """

@@ -35,7 +35,6 @@
 #define __device__
 #define __host__
 #define __shared__ static
-#define __constant__ static const
 #define __forceinline__ inline
 #define __noinline__
 #define __launch_bounds__(...)
@@ -358,7 +357,7 @@ T from_word(uint64_t word) {
     return value;
 }
 
-enum Operation { kShuffle, kVote, kSync, kReduce };
+enum Operation { kShuffle, kVote, kSync };
 
 }  // namespace emulation
 
@@ -366,7 +365,6 @@ enum Operation { kShuffle, kVote, kSync, kReduce };
 
 inline void __syncthreads() { emulation::Machine::get().block_barrier(); }
 inline void __syncwarp(unsigned mask = 0xffffffffu) { emulation::Machine::get().exchange(mask, emulation::kSync, 0); }
-inline void __threadfence() {}
 
 template <typename T>
 T __shfl_sync(unsigned mask, T value, int from) {
@@ -394,33 +392,11 @@ inline unsigned __ballot_sync(unsigned mask, int is_true) {
     return result;
 }
 
-inline int __any_sync(unsigned mask, int is_true) { return __ballot_sync(mask, is_true) != 0; }
-
-inline unsigned __reduce_add_sync(unsigned mask, unsigned value) {
-    const uint64_t* values = emulation::Machine::get().exchange(mask, emulation::kReduce, value);
-    unsigned sum = 0;
-    for (int lane = 0; lane < 32; ++lane) {
-        if (mask >> lane & 1) sum += static_cast<unsigned>(values[lane]);
-    }
-    return sum;
-}
-
-inline int __syncthreads_or(int is_true) {
-    static int result;
-    __syncthreads();
-    result = 0;
-    __syncthreads();
-    result |= is_true;
-    __syncthreads();
-    return result;
-}
-
 // --- Arithmetic and atomics: fibers run one at a time, so plain operations are atomic -------------------------------
 
 using std::max;
 using std::min;
 inline int __popc(unsigned value) { return std::popcount(value); }
-inline int __ffs(int value) { return value == 0 ? 0 : std::countr_zero(static_cast<unsigned>(value)) + 1; }
 
 template <typename T, typename U>
 T atomicAdd(T* at, U value) {
@@ -445,7 +421,6 @@ T atomicMax(T* at, U value) {
 // --- The host's side ------------------------------------------------------------------------------------------------
 
 enum cudaError_t { cudaSuccess = 0 };
-enum cudaMemcpyKind { cudaMemcpyDeviceToDevice };
 enum cudaFuncAttribute { cudaFuncAttributeMaxDynamicSharedMemorySize };
 struct cudaFuncAttributes {
     size_t sharedSizeBytes = 0;
@@ -470,10 +445,5 @@ inline cudaError_t cudaFuncSetAttribute(const void* kernel, cudaFuncAttribute, i
 
 inline cudaError_t cudaMemsetAsync(void* at, int value, size_t bytes, cudaStream_t) {
     if (bytes > 0) std::memset(at, value, bytes);
-    return cudaSuccess;
-}
-
-inline cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t bytes, cudaMemcpyKind, cudaStream_t) {
-    if (bytes > 0) std::memcpy(to, from, bytes);
     return cudaSuccess;
 }

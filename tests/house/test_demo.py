@@ -2,11 +2,11 @@
 """The demo, with few steps."""
 
 import importlib
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from scripts import output_of
 
 from ds_hybridep.commands.page import Run
 
@@ -18,10 +18,9 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 @pytest.mark.timeout(900)
 def test_the_demo_compares_three_ways_and_writes_a_page(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "benchmarks", "demo", "--steps", "7", "--out", str(tmp_path)]
-    run = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=800)
-    assert run.returncode == 0, run.stdout + run.stderr
+    said = output_of(command, REPOSITORY, 800)
     for way in ("EP over both datacentres", "EP inside each datacentre", "ds_hybridep"):
-        assert way in run.stdout
+        assert way in said
     assert "The same training, three ways" in (tmp_path / "report.html").read_text()
 
 

@@ -12,7 +12,10 @@ from ds_hybridep.commands.main import main
 from ds_hybridep.config import parse_config
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-DOCUMENTS = [REPOSITORY / "README.md", REPOSITORY / "CONTRIBUTING.md", *sorted((REPOSITORY / "docs").glob("*.md"))]
+DOCUMENTS = [
+    *(REPOSITORY / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md")),
+    *sorted((REPOSITORY / "docs").glob("*.md")),
+]
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```", re.M | re.S)
 PROGRAMS = re.compile(
     r"(ds_hybridep|deepspeed|torchrun|accelerate|sbatch|srun|python|sudo|make|pip|git|ssh|ip|echo) |examples/"
@@ -24,7 +27,8 @@ ELSEWHERE = {  # by how a command begins: what runs it, or why nothing does
     "make check": ".ci/run",
     "make fmt": "not run: rewrites the sources",
     "pip install .": ".ci/run, tests/house/test_wheel.py",
-    "pip install 'ds_hybridep[hf]'": "not run: setup.py has the same names",
+    "pip install 'ds_hybridep[hf]'": "not run: pyproject.toml has the same names",
+    "pip uninstall": "not run: removes what is tested",
     "git clone": "not run: names a place",
     "ssh": "tests/lab/test_multi_node.py",
     "ip -br address": "not run: a look at the machine",

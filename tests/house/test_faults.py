@@ -2,11 +2,11 @@
 """A sample of the table of `python -m benchmarks faults`: all ranks end in time and name what broke."""
 
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from scripts import output_of
 
 from ds_hybridep.lab.namespaces import why_no_user_namespace
 from ds_hybridep.lab.network import why_not_permitted
@@ -28,9 +28,5 @@ REASON = why_not_permitted(with_delay=False) if os.geteuid() == 0 else why_no_us
 def test_every_rank_ends_in_time_and_names_the_cause(phase: str, codecs: str, faults: list[str]) -> None:
     command = [sys.executable, "-m", "benchmarks", "faults", "--kinds", "classic", "--at-once", "2"]
     command += ["--phases", phase, "--codecs", codecs, "--faults", *faults]
-    run = subprocess.run(
-        command, cwd=REPOSITORY, capture_output=True, text=True, timeout=300,
-        env={**os.environ, "DS_ACCELERATOR": "cpu"},
-    )  # fmt: skip
-    assert run.returncode == 0, run.stdout + run.stderr[-2000:]
-    assert f"{len(faults)} of {len(faults)} cases are good" in run.stdout
+    said = output_of(command, REPOSITORY, 300)
+    assert f"{len(faults)} of {len(faults)} cases are good" in said

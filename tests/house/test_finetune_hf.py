@@ -5,7 +5,6 @@ import importlib.util
 import json
 import os
 import re
-import subprocess
 import sys
 from importlib import import_module
 from pathlib import Path
@@ -13,8 +12,10 @@ from typing import Any
 
 import pytest
 import torch
+from scripts import blocks_of, free_port, output_of
 
 ROOT = Path(__file__).resolve().parents[2]
+LAUNCHER = str(Path(sys.executable).with_name("deepspeed"))
 
 pytestmark = [
     pytest.mark.dist,
@@ -41,49 +42,21 @@ def finetune(folder: Path, *options: str, with_block: bool, zero_stage: int = 1)
 
 def launch(folder: Path, num_ranks: int, *script: str) -> str:
     """What the ranks print."""
-    launcher = str(Path(sys.executable).with_name("deepspeed"))
-    run = subprocess.run(
-        [launcher, "--num_gpus", str(num_ranks), "--master_port", str(20000 + os.getpid() % 20000), *script],
-        cwd=folder,
-        env={**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=1500,
-    )
-    assert run.returncode == 0, run.stdout[-4000:] + run.stderr[-4000:]
-    return run.stdout
-
-
-def blocks_of(page: str, section: str) -> list[str]:
-    """The commands and programs that a section of a page shows."""
-    text = (ROOT / "docs" / page).read_text(encoding="utf-8").split(f"## {section}\n")[1].split("\n## ")[0]
-    return [block.split("\n", 1)[1] for block in text.split("```")[1::2]]
+    launcher = [LAUNCHER, "--num_gpus", str(num_ranks), "--master_port", str(free_port())]
+    return output_of([*launcher, *script], folder, 1500)
 
 
 def test_the_way_to_generate_that_the_page_shows(tmp_path: Path) -> None:
     train, generate, export = blocks_of("huggingface.md", "From training to `generate()`")
     for name in ("examples", "ds_configs", "docs", "README.md"):
         (tmp_path / name).symlink_to(ROOT / name)
+    port = f"deepspeed --master_port {free_port()}"
     scripts = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    port = f"deepspeed --master_port {20000 + os.getpid() % 20000}"
-    program = (
-        sys.executable,
-        "-c",
-        generate + "import sys\nassert not {'deepspeed', 'ds_hybridep'} & set(sys.modules)",
-    )
-    for command in (train.replace("deepspeed ", f"{port} ", 1), export, program):
-        run = subprocess.run(
-            command,
-            shell=isinstance(command, str),
-            cwd=tmp_path,
-            env={**os.environ, "PATH": scripts, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0" if command is program else "1"},
-            capture_output=True,
-            text=True,
-            timeout=900,
-        )
-        assert run.returncode == 0, run.stdout[-4000:] + run.stderr[-4000:]
-        if command is program:
-            assert len(run.stdout) > len("The block ")
+    for command in (train.replace("deepspeed ", f"{port} ", 1), export):
+        output_of(["bash", "-c", command], tmp_path, 900, PATH=scripts)
+    generate += "\nimport sys\nassert not {'deepspeed', 'ds_hybridep'} & set(sys.modules)"
+    said = output_of([sys.executable, "-c", generate], tmp_path, 900, TORCH_DEVICE_BACKEND_AUTOLOAD="0")
+    assert len(said) > len("The block ")
     from safetensors.torch import load_file
 
     saved, exported = (load_file(tmp_path / name / "model.safetensors") for name in ("tuned", "exported"))

@@ -14,13 +14,7 @@ from typing import get_args
 import pytest
 
 from ds_hybridep.config import AdvancedConfig, HybridEPConfig, LevelConfig, LinkConfig, TLSConfig, parse_config
-from ds_hybridep.config_codecs import (
-    BlockwiseConfig,
-    CodecConfig,
-    LowRankConfig,
-    PatchConfig,
-    Settings,
-)
+from ds_hybridep.config_codecs import BlockwiseConfig, CodecConfig, LowRankConfig, PatchConfig, Settings
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 DS_CONFIGS = sorted((REPOSITORY / "ds_configs").glob("*.json"))
@@ -32,13 +26,7 @@ NOT_OURS = {"build", "dist", "runs", "__pycache__"}  # nor any hidden folder but
 
 
 @pytest.mark.parametrize(
-    "module",
-    [
-        "ds_hybridep",
-        "ds_hybridep.plan",
-        "ds_hybridep.config",
-        "ds_hybridep.commands.show",
-    ],
+    "module", ["ds_hybridep", "ds_hybridep.plan", "ds_hybridep.config", "ds_hybridep.commands.show"]
 )
 def test_importing_loads_neither_torch_nor_deepspeed(module):
     program = f"import sys, {module}; print(*({{'torch', 'deepspeed'}} & set(sys.modules)))"

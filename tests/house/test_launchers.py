@@ -5,19 +5,17 @@ import importlib.util
 import json
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
-from scripts import free_port
+from scripts import SCRIPT, blocks_of, free_port, run_together
 
-HERE = Path(__file__).resolve().parent
-PAGE = HERE.parents[1] / "docs" / "launchers.md"
+SUPPORT = Path(__file__).resolve().parents[1] / "support"
 LIMIT_S = 500  # a run is 10 s of work, and a busy machine takes its time
 CONFIG = {
     "train_micro_batch_size_per_gpu": 4,
@@ -36,12 +34,11 @@ needs_accelerate = pytest.mark.skipif(
 )
 
 
-def blocks_of(section: str) -> list[str]:
+def one_for_each_node(section: str) -> list[str]:
     """What a section of the page shows, for one rank on each node."""
-    text = PAGE.read_text(encoding="utf-8").split(f"## {section}\n")[1].split("\n## ")[0]
-    blocks = [block.split("\n", 1)[1].strip() for block in text.split("```")[1::2]]
+    blocks = blocks_of("launchers.md", section)
     changes = {
-        "node1": "127.0.0.1", "29500": str(free_port()), "train.py": str(HERE / "launcher_script.py"),
+        "node1": "127.0.0.1", "29500": str(free_port()), "train.py": str(SCRIPT),
         "num_processes 16": "num_processes 2", "per_node 8": "per_node 1", "per-node=8": "per-node=1",
     }  # fmt: skip
     for there, here in changes.items():
@@ -49,68 +46,44 @@ def blocks_of(section: str) -> list[str]:
     return blocks
 
 
-def run_together(folder: Path, commands: Sequence[str], **environment: str) -> str:
+def output_of_all(folder: Path, commands: Sequence[str], **environment: str) -> str:
     """The output of commands that run at the same time, each as if on a node of its own."""
     (folder / "ds_config.json").write_text(json.dumps(CONFIG))
-    scripts = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    settings = {**os.environ, "PATH": scripts, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", **environment}
-    for name in ("LOCAL_RANK", "RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
-        settings.pop(name, None)
-    said = [folder / f"said_{place}" for place in range(len(commands))]
-    with ExitStack() as files:
-        processes = [
-            subprocess.Popen(
-                ["bash", "-c", f"exec {command}"], cwd=folder, env=settings,
-                stdout=files.enter_context(path.open("w")), stderr=subprocess.STDOUT, start_new_session=True,
-            )
-            for command, path in zip(commands, said, strict=True)
-        ]  # fmt: skip
-        try:
-            statuses = [process.wait(LIMIT_S) for process in processes]
-        finally:
-            # The whole group: `deepspeed` leaves its ranks behind.  Gently first: torchrun has others in other groups.
-            for signal_number in (signal.SIGTERM, signal.SIGKILL):
-                for process in processes:
-                    with suppress(ProcessLookupError):
-                        os.killpg(process.pid, signal_number)
-                    with suppress(subprocess.TimeoutExpired):
-                        process.wait(60)
-    output = "\n".join(path.read_text() for path in said)
-    assert statuses == [0] * len(commands), output[-8000:]
+    settings = {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}", **environment}
+    shells = [["bash", "-c", f"exec {command}"] for command in commands]
+    done = run_together(shells, folder, *[settings] * len(shells), limit_s=LIMIT_S)
+    output = "\n".join(said for _, said in done)
+    assert [status for status, _ in done] == [0] * len(shells), output[-8000:]
     return output
 
 
 def losses_in(output: str) -> list[float]:
     """What rank 0 printed, which the block was active for."""
-    assert "hybridep: 1 MoE layers, domain sizes dc 2" in output
+    assert "hybridep: 2 MoE layers, domain sizes dc 2" in output
     printed = [line for line in output.splitlines() if line.startswith("losses ")]
     assert len(printed) == 1, output[-4000:]
     losses = json.loads(printed[0].removeprefix("losses "))
-    assert len(losses) == 3
+    assert len(losses) == 4
     return losses
 
 
 @pytest.fixture(scope="module")
 def expected(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
     """Losses under `deepspeed`."""
-    command = blocks_of("deepspeed")[0].splitlines()[1]
+    command = one_for_each_node("deepspeed")[0].splitlines()[1]
     assert "--num_gpus 8 " in command
     command = command.replace("--num_gpus 8", f"--num_gpus 2 --master_port {free_port()}")
-    return losses_in(run_together(tmp_path_factory.mktemp("deepspeed"), [command]))
+    return losses_in(output_of_all(tmp_path_factory.mktemp("deepspeed"), [command]))
 
 
-def test_torchrun_on_two_nodes_trains_as_deepspeed_does(tmp_path: Path, expected: list[float]) -> None:
-    (first,) = blocks_of("torchrun")
-    second = first.replace("--node_rank 0", "--node_rank 1")
-    assert losses_in(run_together(tmp_path, [first, second])) == expected
-    assert "losses " in (tmp_path / "said_0").read_text()  # so rank 0 is there
-
-
-@needs_accelerate
-def test_accelerate_on_two_nodes_trains_as_deepspeed_does(tmp_path: Path, expected: list[float]) -> None:
-    (first,) = blocks_of("accelerate launch")
-    second = first.replace("--machine_rank 0", "--machine_rank 1")
-    assert losses_in(run_together(tmp_path, [first, second])) == expected
+@pytest.mark.parametrize(
+    ("launcher", "rank"),
+    [("torchrun", "--node_rank"), pytest.param("accelerate launch", "--machine_rank", marks=needs_accelerate)],
+)
+def test_two_nodes_train_as_under_deepspeed(tmp_path: Path, expected: list[float], launcher: str, rank: str) -> None:
+    (first,) = one_for_each_node(launcher)
+    second = first.replace(f"{rank} 0", f"{rank} 1")
+    assert losses_in(output_of_all(tmp_path, [first, second])) == expected
     assert "losses " in (tmp_path / "said_0").read_text()  # so rank 0 is there
 
 
@@ -118,9 +91,9 @@ def test_accelerate_on_two_nodes_trains_as_deepspeed_does(tmp_path: Path, expect
 def test_the_block_reaches_accelerates_accelerator(tmp_path: Path, expected: list[float]) -> None:
     command = (
         "accelerate launch --use_deepspeed --deepspeed_config_file ds_config.json --num_machines 1 --num_processes 2 "
-        f"--main_process_port {free_port()} {HERE / 'accelerator_script.py'}"
+        f"--main_process_port {free_port()} {SUPPORT / 'accelerator_script.py'}"
     )
-    assert losses_in(run_together(tmp_path, [command])) == expected
+    assert losses_in(output_of_all(tmp_path, [command])) == expected
 
 
 # -- Slurm ------------------------------------------------------------------------------------------------------
@@ -211,17 +184,9 @@ def wait_until(condition: Callable[[], bool], folder: Path) -> None:
 def test_srun_on_two_nodes_trains_as_deepspeed_does(
     tmp_path: Path, expected: list[float], slurm: dict[str, str]
 ) -> None:
-    job, command = blocks_of("srun")
+    job, command = one_for_each_node("srun")
     assert "#SBATCH --gpus-per-node=1\n" in job
     (tmp_path / "job.sh").write_text(job.replace("#SBATCH --gpus-per-node=1\n", "") + "\n")
     assert command == "sbatch job.sh"
-    run_together(tmp_path, [f"sbatch --wait --output=output.txt {command.split()[1]}"], **slurm)
+    output_of_all(tmp_path, [f"sbatch --wait --output=output.txt {command.split()[1]}"], **slurm)
     assert losses_in((tmp_path / "output.txt").read_text()) == expected
-
-
-@needs_slurm
-def test_srun_takes_the_order_of_ranks_from_a_file(tmp_path: Path, slurm: dict[str, str]) -> None:
-    (tmp_path / "ranks").write_text("\n".join(reversed(NODES)) + "\n")
-    command = "srun --distribution=arbitrary bash -c 'echo $SLURM_PROCID is on $SLURMD_NODENAME'"
-    output = run_together(tmp_path, [command], SLURM_HOSTFILE="ranks", **slurm)
-    assert sorted(output.split("\n"))[-2:] == [f"0 is on {NODES[1]}", f"1 is on {NODES[0]}"]

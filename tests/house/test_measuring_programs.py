@@ -2,13 +2,12 @@
 """The programs that measure still run, each in its smallest form, and their reports read the records of documents."""
 
 import json
-import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from scripts import output_of
 
 from ds_hybridep.lab.network import why_not_permitted
 
@@ -52,13 +51,7 @@ WITH_DELAY = ("latency", "link goodput", "soak", "cuts")
 
 
 def run_program(*words: str, folder: Path) -> str:
-    environment = {**os.environ, "DS_ACCELERATOR": "cpu", "PYTHONPATH": str(REPOSITORY)}
-    run = subprocess.run(
-        [sys.executable, "-m", "benchmarks", *words], cwd=folder, capture_output=True, text=True, timeout=800,
-        env=environment,
-    )  # fmt: skip
-    assert run.returncode == 0, run.stdout + run.stderr
-    return run.stdout
+    return output_of([sys.executable, "-m", "benchmarks", *words], folder, 800, PYTHONPATH=str(REPOSITORY))
 
 
 def marked(line: str) -> object:
@@ -115,10 +108,6 @@ for path in map(Path, sys.argv[1:]):
 
 @pytest.mark.timeout(300)
 def test_reports_read_the_results() -> None:
-    run = subprocess.run(
-        [sys.executable, "-c", REPORTS, *map(str, RESULTS)], cwd=REPOSITORY, capture_output=True, text=True,
-        timeout=250, env={**os.environ, "DS_ACCELERATOR": "cpu", "PYTHONPATH": str(REPOSITORY)},
-    )  # fmt: skip
-    assert run.returncode == 0, run.stderr
-    for part in run.stdout.split("@@ ")[1:]:
+    said = output_of([sys.executable, "-c", REPORTS, *map(str, RESULTS)], REPOSITORY, 250)
+    for part in said.split("@@ ")[1:]:
         assert part.count("\n") > 3, part

@@ -2,15 +2,11 @@
 """A rank is killed while it saves: the launcher starts all again, and losses are those of an undisturbed run."""
 
 import json
-import os
 import re
-import signal
-import subprocess
-from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from scripts import RESTART_CONFIG
+from scripts import RESTART_CONFIG, run_together
 
 pytestmark = [pytest.mark.dist, pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -31,23 +27,9 @@ def losses_of(folder: Path, launcher: str, **fault: str) -> tuple[dict[int, floa
         command = [str(script), checkpoints, "2", *ours]
     else:
         command = [str(script), checkpoints, "--num_gpus", "2", "--master_port", "29677", "--", *ours]
-    environment = {
-        **os.environ, **fault, "SAVE_INTERVAL": "2", "PAUSE_S": "1", "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1",
-        "SCRIPT": str(ROOT / "tests" / "support" / "restart_script.py"),
-    }  # fmt: skip
-    with (folder / "said").open("w") as log:
-        process = subprocess.Popen(command, stdout=log, stderr=log, env=environment, start_new_session=True)
-        try:
-            status = process.wait(200)
-        except subprocess.TimeoutExpired:
-            status = None
-        finally:
-            process.terminate()  # launchers then end their ranks, which are in sessions of their own
-            with suppress(subprocess.TimeoutExpired):
-                process.wait(40)
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-    said = (folder / "said").read_text()
+    restart_script = str(ROOT / "tests" / "support" / "restart_script.py")
+    environment = {**fault, "SAVE_INTERVAL": "2", "PAUSE_S": "1", "SCRIPT": restart_script}
+    ((status, said),) = run_together([command], folder, environment, limit_s=200)
     assert status == 0, said[-4000:]
     return dict(json.loads(result.read_text())["losses"]), said
 

@@ -21,12 +21,14 @@ pytestmark = pytest.mark.timeout(300)
 reference = load_kernels("reference")
 
 
-def test_a_wrong_destination_is_named_before_a_wrong_expert():
+def test_wrong_ids_are_named_destinations_before_experts():
     topk_idx = torch.tensor([[0, 5], [9, -1]], dtype=torch.int32)
     with pytest.raises(ValueError, match="topk_idx: holds 5, but there are 2 experts: wanted ids below 2"):
         load_emulated().plan_routes(topk_idx, torch.zeros(2, dtype=torch.int32), 1)
     with pytest.raises(ValueError, match="expert_to_destination: holds 4, but there are 1 destinations"):
         load_emulated().plan_routes(topk_idx, torch.tensor([0, 4], dtype=torch.int32), 1)
+    with pytest.raises(IndexError, match="row_to_token: holds 7, but there are 3 tokens"):
+        load_emulated(dispatch_sms=2).dispatch_rows(payload(3, 8), torch.tensor([0, 1, 7]))
 
 
 def test_addresses_between_the_pieces_of_16_bytes():
@@ -87,11 +89,6 @@ def test_no_operation_on_rows_takes_more_than_its_multiprocessors():
         assert largest_grid() > num_sms, name
         torch.testing.assert_close(operation(kernels), wanted, rtol=0, atol=0)
         assert largest_grid() <= num_sms, name
-
-
-def test_a_wrong_token_is_found_on_a_few_multiprocessors():
-    with pytest.raises(IndexError, match="row_to_token: holds 7, but there are 3 tokens"):
-        load_emulated(dispatch_sms=2).dispatch_rows(payload(3, 8), torch.tensor([0, 1, 7]))
 
 
 def test_threads_launch_a_kernel_with_different_sizes_of_shared_memory():

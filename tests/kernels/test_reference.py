@@ -54,14 +54,6 @@ def test_plan_of_the_documented_example():
     assert plan.first_slot_to_row.tolist() == [[2, 0], [1, -1]]
 
 
-def test_an_expert_listed_twice_has_one_row_that_serves_both_slots():
-    plan = kernels.plan_routes(int32([[3, 3]]), int32([0, 1, 2, 3]), 4)
-    assert plan.row_to_token.tolist() == [0]
-    assert plan.row_topk_idx.tolist() == [[3, 3]]
-    assert plan.slot_to_row.tolist() == [[0, 0]]
-    assert plan.first_slot_to_row.tolist() == [[0, -1]]
-
-
 @given(combines())
 def test_combine_is_what_loops_give(arguments):
     rows, slot_to_row, weights = arguments

@@ -3,33 +3,26 @@
 
 import io
 import json
-import os
 import shutil
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
+from scripts import output_of
 
 from ds_hybridep.commands import lab as lab_command
 from ds_hybridep.commands.main import main
 from ds_hybridep.lab import namespaces
 from ds_hybridep.lab.launcher import rank_environment, run_ranks
-from ds_hybridep.lab.network import EmulatedNetwork, why_not_permitted
+from ds_hybridep.lab.network import EmulatedNetwork
 from ds_hybridep.lab.topology import LinkSpec, Topology
 
 SCRIPT = str(Path(__file__).with_name("allreduce_script.py"))
 REPOSITORY = Path(__file__).resolve().parents[2]
 LINKS = LinkSpec(wan_bits_per_s=200e6, wan_delay_s=0.005)
 ALLREDUCE = [sys.executable, SCRIPT, "250000"]
-
-
-@pytest.fixture(scope="module")
-def permitted():
-    if reason := why_not_permitted():
-        pytest.skip(f"emulated networks are not permitted here: {reason}")
 
 
 @pytest.fixture
@@ -104,50 +97,32 @@ def lab_of_one(tmp_path, script):
     return launcher, int(launcher.stdout.readline())
 
 
-def namespaces_of(launcher):
-    return [name for name in os.listdir(namespaces.NETNS_FOLDER) if name.startswith(f"hybridep-{launcher.pid}-")]
-
-
 @pytest.mark.dist
 @pytest.mark.skipif(shutil.which("setpriv") is None, reason="no setpriv")
-def test_ranks_die_with_a_launcher_that_is_killed(permitted, tmp_path):
+def test_ranks_die_with_a_launcher_that_is_killed(permitted, lab_namespaces, wait_until_gone, tmp_path):
     launcher, pid = lab_of_one(tmp_path, "exec sleep 300")
     launcher.kill()
     launcher.communicate()
-    deadline_s = time.monotonic() + 30
-    while namespaces.start_time(pid) is not None:
-        assert time.monotonic() < deadline_s, "the rank outlived its launcher"
-        time.sleep(0.05)
+    wait_until_gone(pid)
     namespaces.reap_orphans()
-    assert namespaces_of(launcher) == []
+    assert lab_namespaces(launcher.pid) == []
 
 
 @pytest.mark.dist
-def test_sigterm_takes_everything_down(permitted, tmp_path):
+def test_sigterm_takes_everything_down(permitted, lab_namespaces, tmp_path):
     launcher, pid = lab_of_one(tmp_path, "sleep 300")
     launcher.terminate()
     launcher.communicate(timeout=20)
     assert launcher.returncode == 128 + signal.SIGTERM
     assert namespaces.start_time(pid) is None
-    assert namespaces_of(launcher) == []
+    assert lab_namespaces(launcher.pid) == []
 
 
 @pytest.mark.dist
 @pytest.mark.slow
 def test_the_lab_subcommand(permitted, tmp_path, capsys):
-    line = [
-        "lab",
-        "--dcs",
-        "2x1",
-        "--wan",
-        "200mbit",
-        "--delay",
-        "2ms",
-        "--timeout",
-        "50s",
-        "--log-dir",
-        str(tmp_path),
-    ]
+    line = ["lab", "--dcs", "2x1", "--wan", "200mbit", "--delay", "2ms", "--log-dir", str(tmp_path)]
+    line += ["--timeout", "50s"]
     assert main([*line, "--", *ALLREDUCE]) == 0
     shown = capsys.readouterr().out
     assert "rank 0 of 2: 3" in shown
@@ -221,12 +196,9 @@ def test_an_ordinary_user_gets_a_lab_too(permitted, tmp_path):
     program = "import os; assert os.geteuid() == 0; print('host of rank', os.environ['RANK'])"
     command = ["unshare", "--user", "--map-user=1000", "--map-group=1000", sys.executable, "-m"]
     command += ["ds_hybridep.commands.main", "lab", "--dcs", "2x1", "--wan", "10mbit", "--log-dir", str(tmp_path)]
-    run = subprocess.run(
-        [*command, "--", sys.executable, "-c", program], cwd=REPOSITORY, capture_output=True, text=True, timeout=50
-    )
-    assert run.returncode == 0, run.stderr
+    said = output_of([*command, "--", sys.executable, "-c", program], REPOSITORY, 50)
     assert (tmp_path / "rank1.log").read_text().strip() == "host of rank 1"
-    assert "exit codes by rank 0:0 1:0" in run.stdout
+    assert "exit codes by rank 0:0 1:0" in said
 
 
 def test_a_system_that_forbids_user_namespaces_is_told_by_its_setting(monkeypatch):

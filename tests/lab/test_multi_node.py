@@ -5,17 +5,15 @@ import json
 import os
 import re
 import shutil
-import signal
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import yaml
-from scripts import RESTART_CONFIG
+from scripts import RESTART_CONFIG, run_together
 
 from ds_hybridep.lab.network import EmulatedNetwork, why_not_permitted
 from ds_hybridep.lab.topology import LinkSpec, Topology
@@ -67,18 +65,9 @@ class Hosts:
 
     def run(self, command: str, node: int = 1, limit_s: float = 300.0, **environment: str) -> tuple[int | None, str]:
         """Exit status (None: it ran too long) and output of a command line on one of them."""
-        process = subprocess.Popen(
-            self.network.command_on(node - 1, ["bash", "-c", command]),
-            cwd=self.home, env={**self.environment, **environment}, text=True, stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True,
-        )  # fmt: skip
-        try:
-            said, _ = process.communicate(timeout=limit_s)
-            return process.returncode, said
-        except subprocess.TimeoutExpired:
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            return None, process.communicate()[0]
+        words = self.network.command_on(node - 1, ["bash", "-c", command])
+        (result,) = run_together([words], self.home, {**self.environment, **environment}, limit_s=limit_s)
+        return result
 
 
 @pytest.fixture

@@ -24,7 +24,7 @@ def running(net, rank, *arguments, stdout=subprocess.PIPE):
 
 @contextmanager
 def serving(net, rank, role):
-    """A sink or echo that listens."""
+    """A sink that listens."""
     with running(net, rank, role) as process:
         assert process.stdout.readline() == b"ready\n"
         os.set_blocking(process.stdout.fileno(), False)
@@ -57,13 +57,3 @@ def flowing(net, sender, receiver):
         flow = Flow(sink)
         flow.wait_for_bytes()
         yield flow
-
-
-def round_trips_ms(net, sender, receiver, count=10):
-    with (
-        serving(net, receiver, "echo"),
-        running(net, sender, "ping", net.topology.address_of(receiver), str(count)) as ping,
-    ):
-        output, _ = ping.communicate(timeout=30)
-    assert ping.returncode == 0
-    return [float(line) for line in output.split()]

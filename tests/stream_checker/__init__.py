@@ -11,7 +11,7 @@ a `StreamChecker`.  Every stream and every thread has a clock of all others (a v
     memory is freed  it goes back to the stream that it was allocated in, which must know of all uses in others
 
 An access that does not know of an earlier one to the same bytes, one of the two writing, is a race, whatever the order
-in which they happened to run here.
+in which they happened to run here.  Kernels of our own, which torch does not dispatch, are not seen.
 """
 
 import sys

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Training over fake streams has no race and the losses of a CPU, and every wait that is left out is found."""
+"""Training over fake streams has no race and the losses of a CPU, and every wait that is left out is found.
+
+A new wait in `transport/`, `sync/` or `experts/` gets a row in WAITS.
+"""
 
 from contextlib import nullcontext
 from dataclasses import replace

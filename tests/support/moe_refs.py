@@ -9,8 +9,7 @@ import itertools
 import math
 import random
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 from unittest import mock
@@ -393,28 +392,13 @@ def forward_case(case: MoeCase, rank: int, runtime: Any) -> tuple[Tensor, Tensor
     return output, x, weights
 
 
-@contextmanager
-def toy_engine(case: Any, **block_options: Any) -> Iterator[Any]:
+def toy_engine(case: Any, **block_options: Any) -> Any:
     """A DeepSpeed engine with the toy model of a `parity.Case`, and with further settings in its block."""
-    import deepspeed
     import parity
-    from toy_model import build_model
+    import training
 
-    parity.use_expert_groups_of(case)
-    model = build_model(
-        case.toy,
-        rank=torch.distributed.get_rank(),
-        world_size=case.world_size,
-        data_before_expert=case.use_data_before_expert_parallel,
-        seed=case.seed,
-    )
-    config = case.ds_config(with_block=True)
-    config["hybridep"] = parity.merged(config["hybridep"], {"advanced": {"kernels": "reference"}, **block_options})
-    engine, _, _, _ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
-    try:
-        yield engine
-    finally:
-        engine.destroy()
+    hybridep = parity.merged({"advanced": {"kernels": "reference"}}, block_options)
+    return training.engine_of(case, with_block=True, hybridep=hybridep)
 
 
 def train_step(engine: Any, case: Any, step: int) -> None:

@@ -230,13 +230,6 @@ def run_case(case: Case) -> CaseResult:
     return compare(case, plain=_kept_plain_run(case.without_block()), hybrid=train(case, with_block=True))
 
 
-def run_plain_twice(case: Case) -> CaseResult:
-    """Unmodified DeepSpeed against itself: what the harness alone contributes, which has to be nothing."""
-    plain = train(case.without_block(), with_block=False)
-    again = train(case.without_block(), with_block=False)
-    return compare(case, plain=plain, hybrid=again, measure_noise=False)
-
-
 def run_with_fault(case: Case, gradient_factor: float, where: int | str) -> CaseResult:
     """Unmodified DeepSpeed against itself with gradients scaled: a fault that the harness has to see.
 
@@ -283,14 +276,14 @@ def _only(names: Iterable[str], tensors: dict[str, Tensor]) -> dict[str, Tensor]
     return {name: tensors[name] for name in sorted(names)}
 
 
-def compare(case: Case, *, plain: Run, hybrid: Run, measure_noise: bool = True) -> CaseResult:
+def compare(case: Case, *, plain: Run, hybrid: Run) -> CaseResult:
     """Differences between the two runs of `case`.  For a bf16 case, plain fp32 is trained too, as the unit of noise.
 
     `hybrid` stands for whatever is compared with `plain`.
     """
     noise = None
     plain_losses, hybrid_losses = (run.losses + run.eval_losses for run in (plain, hybrid))
-    if case.dtype == "bf16" and measure_noise:
+    if case.dtype == "bf16":
         exact = _kept_plain_run(replace(case.without_block(), dtype="fp32"))
         noise = _distance(plain.parameters, exact.parameters)
     difference = {name: _norm(hybrid.parameters[name] - plain.parameters[name]) for name in plain.parameters}

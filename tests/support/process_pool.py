@@ -95,17 +95,6 @@ class ProcessPool:
             pass  # a worker that died in between is reported by _collect
         return self._collect(target, timeout_s)
 
-    def close(self) -> None:
-        """Ends the workers, removes their output files and what they left in /dev/shm."""
-        for worker in self._workers:
-            try:
-                worker.pipe.send(None)
-            except OSError:
-                pass  # already dead
-        for worker in self._workers:
-            worker.process.join(timeout=5.0)
-        self._kill()
-
     # -- starting -----------------------------------------------------------------------------------------------
 
     def _start(self) -> None:
@@ -157,7 +146,7 @@ class ProcessPool:
         if len(answers) == self.world_size and all(ok for ok, _ in answers.values()):
             return [answers[rank][1] for rank in range(self.world_size)]
         message = self._failure(target, answers, time.monotonic() - start_s)
-        self._kill()
+        self.close()
         raise RemoteError(message)
 
     def _failure(self, target: str, answers: dict[int, tuple[bool, Any]], elapsed_s: float) -> str:
@@ -176,7 +165,8 @@ class ProcessPool:
                 parts.append(_tail(worker))
         return "\n".join(part for part in parts if part)
 
-    def _kill(self) -> None:
+    def close(self) -> None:
+        """Ends the workers, removes their output files and what they left in /dev/shm."""
         for worker in self._workers:
             if worker.process.is_alive():
                 worker.process.kill()
@@ -228,7 +218,7 @@ def _tail(worker: Worker) -> str:
 
 
 def _worker_main(rank: int, world_size: int, pipe: Connection, log_path: str) -> None:
-    """Body of one rank: join the group, then answer calls until None or the end of the pipe."""
+    """Body of one rank: join the group, then answer calls until the end of the pipe."""
     log_fd = os.open(log_path, os.O_WRONLY | os.O_APPEND)
     os.dup2(log_fd, 1)
     os.dup2(log_fd, 2)
@@ -240,8 +230,8 @@ def _worker_main(rank: int, world_size: int, pipe: Connection, log_path: str) ->
     try:
         _join_group(rank, world_size, pipe)
         pipe.send((True, None))
-        while (call := pipe.recv()) is not None:
-            pipe.send(_answer(*call))
+        while True:
+            pipe.send(_answer(*pipe.recv()))
     except (EOFError, BrokenPipeError):
         pass  # the parent is gone
     except BaseException:  # noqa: BLE001 (whatever stops a rank from joining is reported)
@@ -281,9 +271,8 @@ def _join_group(rank: int, world_size: int, pipe: Connection) -> None:
     )
     if Path("/sys/class/net/lo").exists():
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # no look-up of the host name, which may be slow or wrong
-    import torch.distributed as torch_dist
-
     import pool_preload
+    import torch.distributed as torch_dist
 
     torch = pool_preload.torch
     torch.set_num_threads(1)

@@ -3,10 +3,12 @@
 
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -26,28 +28,70 @@ RESTART_CONFIG = {
 }
 
 
+def output_of(command: Sequence[str | Path], folder: Path, limit_s: float, **environment: str) -> str:
+    """What a program prints that ends well; `environment` is added to ours."""
+    ours = {**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
+    run = subprocess.run(
+        command, cwd=folder, env={**ours, **environment}, capture_output=True, text=True, timeout=limit_s
+    )
+    assert run.returncode == 0, f"{run.stdout[-4000:]}\n{run.stderr[-4000:]}"
+    return run.stdout
+
+
+def blocks_of(page: str, section: str) -> list[str]:
+    """The commands and programs that a section of a page of docs/ shows."""
+    text = (Path(__file__).resolve().parents[2] / "docs" / page).read_text(encoding="utf-8")
+    blocks = text.split(f"## {section}\n")[1].split("\n## ")[0].split("```")[1::2]
+    return [block.split("\n", 1)[1].strip() for block in blocks]
+
+
 def free_port() -> int:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         return int(free.getsockname()[1])
 
 
-def run_two_ranks(folder: Path, configs: Sequence[Mapping[str, Any]], *arguments: str) -> list[tuple[int, str]]:
-    """Exit status and output of each rank; `configs` by rank."""
-    port = free_port()
+def run_together(
+    commands: Sequence[Sequence[str | Path]], folder: Path, *environments: Mapping[str, str], limit_s: float = LIMIT_S
+) -> list[tuple[int | None, str]]:
+    """Exit status (None: it ran too long) and output of programs that run at the same time, with these environments.
+
+    Whatever is left of them is ended: gently first, since launchers have ranks in other process groups.
+    """
+    said = [folder / f"said_{place}" for place in range(len(commands))]
     processes = []
+    for command, environment, path in zip(commands, environments, said, strict=True):
+        with path.open("w") as log:
+            ours = {**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", **environment}
+            processes.append(
+                subprocess.Popen(
+                    command, cwd=folder, env=ours, stdin=subprocess.DEVNULL, stdout=log, stderr=log,
+                    start_new_session=True,
+                )
+            )  # fmt: skip
+    statuses = []
+    try:
+        for process in processes:
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(limit_s)
+            statuses.append(process.poll())
+    finally:
+        for number in (signal.SIGTERM, signal.SIGKILL):
+            for process in processes:
+                with suppress(ProcessLookupError):
+                    os.killpg(process.pid, number)
+                with suppress(subprocess.TimeoutExpired):
+                    process.wait(60)
+    return [(status, path.read_text()) for status, path in zip(statuses, said, strict=True)]
+
+
+def run_two_ranks(folder: Path, configs: Sequence[Mapping[str, Any]], *arguments: str) -> list[tuple[int | None, str]]:
+    """As `run_together`, of user_script.py with these configs, by rank."""
+    commands, environments, port = [], [], str(free_port())
     for rank, config in enumerate(configs):
         path = folder / f"ds_config_{rank}.json"
         path.write_text(json.dumps(config))
-        environment = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_SIZE": "2"}
-        environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo"}
-        command = [sys.executable, str(SCRIPT), "--deepspeed_config", str(path), *arguments]
-        with (folder / f"said_{rank}").open("w") as said:
-            processes.append(subprocess.Popen(command, stdout=said, stderr=said, env={**os.environ, **environment}))
-    try:
-        statuses = [process.wait(LIMIT_S) for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
-    return [(status, (folder / f"said_{rank}").read_text()) for rank, status in enumerate(statuses)]
+        commands.append([sys.executable, str(SCRIPT), "--deepspeed_config", str(path), *arguments])
+        environments.append({"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_SIZE": "2"})
+        environments[-1] |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "GLOO_SOCKET_IFNAME": "lo"}
+    return run_together(commands, folder, *environments)
