@@ -7,8 +7,9 @@ BF16         BF16_Optimizer sums whole gradients on all ranks: this rank's parti
 ZeRO 0       an even share of all gradients, shared afterwards
 """
 
+import hashlib
 import io
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -245,6 +246,24 @@ def weights(engine: Any) -> dict[str, Tensor]:
     named: dict[str, Any] = dict(engine.module.named_parameters())
     held = {name: getattr(parameter, "ds_tensor", parameter).detach() for name, parameter in named.items()}
     return {**held, **{f"buffer {name}": buffer.detach() for name, buffer in engine.module.named_buffers()}}
+
+
+def hash_of(tensors: Iterable[Tensor], step: int) -> bytes:
+    """Return a hash of tensors and a step number, of 8 bytes."""
+    digest = hashlib.blake2b(str(step).encode(), digest_size=8)
+    for tensor in tensors:
+        digest.update(tensor.detach().reshape(-1).view(dtype=torch.uint8).cpu().numpy().tobytes())
+    return digest.digest()
+
+
+def skip_to(engine: Any, step: int) -> None:
+    """Let an engine count steps, and its schedule take them, that other sites have made."""
+    for _ in range(step - engine.global_steps):
+        engine.global_steps += 1
+        engine.global_samples += engine.train_batch_size()
+        engine.micro_steps += engine.gradient_accumulation_steps()
+        if engine.lr_scheduler is not None:
+            engine.lr_scheduler.step()
 
 
 def capture(engine: Any, more: Any = None) -> bytes:

@@ -102,8 +102,8 @@ class Epochs:
 
         digest: a hash of this site's weights.  The other arguments are as in `_form` and `_catch_up`.
         """
-        self._next = self._new_crossing(self.counters)
-        addresses = self._inside.gather(self._next.address)
+        self._coming = self._new_crossing(self.counters)
+        addresses = self._inside.gather(self._coming.address)
         missed = self._inside.gather(sorted(self._crossing.missed) if self._crossing is not None else [])
         if self._member is not None:
             self._member.call(
@@ -136,14 +136,14 @@ class Epochs:
         if answer["op"] == "epoch":
             self._open(answer)
         else:
-            self._next.close()
+            self._coming.close()
         return answer
 
     def _open(self, answer: dict[str, Any]) -> None:
         """Leave the connections of the last epoch for those of the next."""
         if self._crossing is not None:
             self._crossing.close()
-        self._crossing, self.members, self.num_exchanges = self._next, answer["members"], 0
+        self._crossing, self.members, self.num_exchanges = self._coming, answer["members"], 0
         calls = answer["calls"]
         addresses = {name: tuple(call["addresses"][self._inside.rank]) for name, call in calls.items()}
         self._crossing.open(answer["epoch"], self.members, answer["observers"], addresses)

@@ -9,7 +9,7 @@ after it       what codecs left out is kept, or restored if the step was skipped
 import hashlib
 import itertools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -88,6 +88,17 @@ def _hash_of_parameters(module: Any) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
+def _compared(calls: Mapping[str, Mapping[str, Any]]) -> tuple[str, list[str]]:
+    """Return the first of the newest members, and the members that have another step or other weights.
+
+    A member that has caught up is left out: it called before it had come to the step of the others.
+    """
+    old = {name: (call["step"], call["digest"]) for name, call in calls.items() if not call["is_ready"]}
+    newest = max(step for step, _ in old.values())
+    lead = next(name for name, (step, _) in old.items() if step == newest)
+    return lead, [name for name, state in old.items() if state != old[lead]]
+
+
 class SiteSync(Epochs):
     """Connects one engine with its counterparts in other sites; all ranks of the site must make it.
 
@@ -108,7 +119,6 @@ class SiteSync(Epochs):
         self._packets, self._loss_scale, self._refresh = packets, loss_scale, refresh
         self._interval = verify_interval
         self._has_caught_up = False  # and made no step since
-        self.num_repairs = 0  # times that this site's weights were replaced
         self._owned = owned.Owned(engine)
         self._local: LocalSteps | None = None
         self._reached = 0  # the step of the packet that was replayed last
@@ -195,7 +205,7 @@ class SiteSync(Epochs):
         if (path := self._file(folder)).exists():
             saved = torch.load(path, weights_only=True)
             self._packets.load_state_dict(saved["packets"])
-            if self._local is not None and saved["local"] is not None:
+            if self._local is not None:
                 self._local.load_state_dict(saved["local"])
 
     def _file(self, folder: Path) -> Path:
@@ -214,15 +224,7 @@ class SiteSync(Epochs):
         self._needs_quorum = answer["op"] == "commit"
         if self._needs_quorum:
             return False
-        calls = answer["calls"]
-        newest = max(calls[name]["step"] for name in self.members if not calls[name]["is_ready"])
-        lead = next(n for n in self.members if calls[n]["step"] == newest and not calls[n]["is_ready"])
-        differ = [
-            name
-            for name in self.members
-            if not calls[name]["is_ready"]
-            and (calls[name]["step"], calls[name]["digest"]) != (newest, calls[lead]["digest"])
-        ]
+        lead, differ = _compared({name: answer["calls"][name] for name in self.members})
         assert self._crossing is not None
         if self.site == lead and (differ or answer["observers"]):
             state = owned.capture(self._engine, self._more())
@@ -230,10 +232,9 @@ class SiteSync(Epochs):
                 self._crossing.send_state(name, state)
         if self.site in differ:
             self._restore(self._crossing.receive_state(lead))
-            self.num_repairs += 1
             log_dist(
                 f"hybridep: site '{self.site}' had other weights or was at another step than site '{lead}'; it took "
-                f"over that site's state at step {newest}", ranks=[0], level=30,
+                f"over that site's state at step {self._engine.global_steps}", ranks=[0], level=30,
             )  # fmt: skip
         return True
 
@@ -246,11 +247,9 @@ class SiteSync(Epochs):
 
     def _digest(self) -> bytes:
         """Return a hash of this site's weights and step; on other ranks than 0 it means nothing."""
-        digest = hashlib.blake2b(str(self._engine.global_steps).encode(), digest_size=DIGEST_BYTES)
         tensors = owned.weights(self._engine).values() if self._local is None else self._local.common()
-        for tensor in tensors:
-            digest.update(tensor.detach().reshape(-1).view(dtype=torch.uint8).cpu().numpy().tobytes())
-        return hashlib.blake2b(b"".join(self._inside.gather(digest.digest())), digest_size=DIGEST_BYTES).digest()
+        digests = self._inside.gather(owned.hash_of(tensors, self._engine.global_steps))
+        return hashlib.blake2b(b"".join(digests), digest_size=DIGEST_BYTES).digest()
 
     # -- catching up ------------------------------------------------------------------------------------------------
 
@@ -282,7 +281,7 @@ class SiteSync(Epochs):
         has_called = False
         target: int | None = None
         waiting = observed.observe(self._next_bytes())
-        while target is None or self._next_step() < target:
+        while target is None or self._next()[0] < target:
             if self._inside.all(all(one.is_done() and one.failure() is None for _, one in waiting)):
                 for _, one in waiting:
                     one.wait()  # fills its place
@@ -308,32 +307,23 @@ class SiteSync(Epochs):
     def _next_bytes(self) -> int:
         """Return the bytes of the next packet of a member."""
         if self._local is not None:
-            slices = self._local.deltas(self._next_fragment()[1])
+            slices = self._local.deltas(self._next()[1])
         else:
             self._owned.make_zeros()
             slices, _ = self._owned.slices()
         return sum(self._packets.num_bytes(one) for one in slices)
 
-    def _next_step(self) -> int:
-        """Return the step of the next packet."""
-        return self._engine.global_steps if self._local is None else self._next_fragment()[0]
-
-    def _next_fragment(self) -> tuple[int, int]:
-        """Return the next step after which a fragment is exchanged, and that fragment."""
-        assert self._local is not None
+    def _next(self) -> tuple[int, int]:
+        """Return the step of the next packet, and its fragment."""
+        if self._local is None:
+            return self._engine.global_steps, 0
         steps = itertools.count(self._engine.global_steps if self._is_at_exchange else self._reached + 1)
         return next((step, fragment) for step in steps if (fragment := self._local.due(step)) is not None)
 
     def _reach(self, step: int) -> None:
         """Begin local steps from the common weights, at the exchange that the other sites have come to."""
         assert self._local is not None
-        engine = self._engine
-        for _ in range(step - engine.global_steps):
-            engine.global_steps += 1
-            engine.global_samples += engine.train_batch_size()
-            engine.micro_steps += engine.gradient_accumulation_steps()
-            if engine.lr_scheduler is not None:
-                engine.lr_scheduler.step()
+        owned.skip_to(self._engine, step)
         self._local.reset()
         self._publish()
         self._refresh()
@@ -343,7 +333,7 @@ class SiteSync(Epochs):
     def _replay(self, packets: list[Tensor]) -> None:
         """Apply a step of the other sites, from the packets of all their members."""
         if self._local is not None:
-            step, fragment = self._next_fragment()
+            step, fragment = self._next()
             deltas = self._local.deltas(fragment)
             self._packets.average(deltas, packets)
             self._outer_step(fragment, deltas)
