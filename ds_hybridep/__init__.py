@@ -11,6 +11,8 @@ the entry point in `_autoload` runs in every process that imports torch.
     refresh(engine)                        resync working copies after parameters were changed by hand
     save_pretrained(engine, folder)        write the model as transformers or peft do, with the experts of all ranks
     trace(engine, path)                    Chrome/Perfetto trace of the steps inside a with block
+    site(source=None)                      which of the sites this process belongs to
+    SiteSampler(dataset, site, ...)        the samples of one rank of one site
 
     estimate_hybridep_mem_needs_all_live(model, block, world_size)    memory of replicas, before a job is started
 """
@@ -21,12 +23,14 @@ from typing import TYPE_CHECKING, Any
 from ds_hybridep.version import __version__
 
 if TYPE_CHECKING:
-    from ds_hybridep.integration.api import detach, refresh, replan, stats, trace
+    from ds_hybridep.integration.api import detach, refresh, replan, site, stats, trace
     from ds_hybridep.integration.estimate import estimate_hybridep_mem_needs_all_live
     from ds_hybridep.integration.saving import save_pretrained
     from ds_hybridep.integration.start import attach
+    from ds_hybridep.sites.data import SiteSampler
 
 __all__ = [
+    "SiteSampler",
     "__version__",
     "attach",
     "detach",
@@ -34,12 +38,18 @@ __all__ = [
     "refresh",
     "replan",
     "save_pretrained",
+    "site",
     "stats",
     "trace",
 ]
 
 
-_MODULES = {"attach": "start", "estimate_hybridep_mem_needs_all_live": "estimate", "save_pretrained": "saving"}
+_MODULES = {
+    "SiteSampler": "sites.data",
+    "attach": "integration.start",
+    "estimate_hybridep_mem_needs_all_live": "integration.estimate",
+    "save_pretrained": "integration.saving",
+}
 
 
 def __getattr__(name: str) -> Any:
@@ -48,8 +58,7 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(
             f"module {__name__!r} has no attribute {name!r}; its public names are {', '.join(__all__)}"
         )
-    module = _MODULES.get(name, "api")
-    return getattr(import_module(f"ds_hybridep.integration.{module}"), name)
+    return getattr(import_module(f"ds_hybridep.{_MODULES.get(name, 'integration.api')}"), name)
 
 
 def __dir__() -> list[str]:

@@ -168,6 +168,10 @@ def _start(original: "Any", engine: "Any", *args: "Any", **kwargs: "Any") -> Non
     """Replaces `__init__`: if it fails after the engine has joined, undo that."""
     try:
         original(engine, *args, **kwargs)
+        if "_hybridep_attachment" in vars(engine):
+            from ds_hybridep.integration import start
+
+            start.finish_start(engine)
     except BaseException:
         if "_hybridep_attachment" in vars(engine):
             from ds_hybridep.integration import start

@@ -42,6 +42,7 @@ MAX_CHILDREN = 1_000_000  # of a parent: more is a mistake, and finding their di
 
 Count = Annotated[int, Field(ge=0)]
 Text = Annotated[str, StringConstraints(min_length=1, strip_whitespace=True)]
+SiteName = Annotated[str, Field(pattern=r"^[\w.-]+$")]
 Port = Annotated[int, Field(ge=1, le=65535)]
 AsList = Field(strict=False)  # a list will do for a tuple
 
@@ -132,6 +133,29 @@ class LinkConfig(Settings):
         return self
 
 
+class SitesConfig(Settings):
+    """Other sites that train the same model, each in a job of its own; docs/sites.md says what each key means."""
+
+    names: Annotated[tuple[SiteName, ...], Field(min_length=2, strict=False)]
+    meeting_point: Annotated[str, Field(pattern=r"^[^\s:]+:\d+$")]  # HOST:PORT
+    secret_file: Text
+    name: SiteName | None = None
+    every: Annotated[int, Field(ge=1)] = 1
+    codecs: Literal["recommended"] | None = None
+
+    @model_validator(mode="after")
+    def _check_names(self) -> "SitesConfig":
+        if len(set(self.names)) != len(self.names):
+            raise ValueError(f"names has a name twice: {shown(list(self.names))}; give each site its own name")
+        return self
+
+    @property
+    def address(self) -> tuple[str, int]:
+        """Host and port of the meeting point."""
+        host, _, port = self.meeting_point.rpartition(":")
+        return host, int(port)
+
+
 class AdvancedConfig(Settings):
     """Settings that are rarely needed; docs/config.md says what each key means."""
 
@@ -155,6 +179,7 @@ class HybridEPConfig(Settings):
     report_interval: Count = 10
     report_file: Text | None = None
     link: LinkConfig = LinkConfig()
+    sites: SitesConfig | None = None
     advanced: AdvancedConfig = AdvancedConfig()
 
     @property
@@ -219,7 +244,9 @@ class HybridEPConfig(Settings):
 
     def canonical(self) -> dict[str, Any]:
         """What all ranks must agree on, as JSON values; `report_file` and files and ports of hosts may differ."""
-        return self.model_dump(mode="json", exclude={"report_file", "link"})
+        return self.model_dump(
+            mode="json", exclude={"report_file": True, "link": True, "sites": {"name", "secret_file"}}
+        )
 
     # Messages of these checks begin with the key.
 
@@ -280,6 +307,10 @@ def parse_config(block: Mapping[str, Any], *, world_size: int, base_dir: str | P
     if isinstance(block, Mapping) and isinstance(block.get("levels"), str):
         path, levels = _read_cluster_file(block["levels"], base_dir)
         given, source = {**block, "levels": levels}, f"cluster file {path}: "
+    elif isinstance(block, Mapping) and block.get("sites") is not None and "levels" not in block:
+        # Inside a site DeepSpeed does everything, as without this package.
+        inside = [{"name": "rank", "size": world_size}]
+        given = {"levels": inside, "token_exchange": "deepspeed", "dense_sync": "deepspeed", **block}
     try:
         return HybridEPConfig.model_validate(given, context={"world_size": world_size})
     except ValidationError as error:

@@ -25,6 +25,10 @@ class AgreementError(HybridEPError, RuntimeError):
     """Ranks differ in config, plan or version at start-up, or one is missing. Align the ranks that are named."""
 
 
+class SiteError(HybridEPError, RuntimeError):
+    """This site cannot train with the others. The message says whether to change a setting or to start it again."""
+
+
 class CommunicationError(HybridEPError, RuntimeError):
     """A wait passed its time limit or a transfer failed. The job cannot go on: restart it from a checkpoint."""
 

@@ -5,7 +5,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from ds_hybridep.commands import export, lab, plan, probe, report, show, simulate
+from ds_hybridep.commands import export, lab, meet, plan, probe, report, show, simulate
 from ds_hybridep.errors import HybridEPError
 
 EXIT_MISUSED = 2  # as argparse does
@@ -19,7 +19,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     # DeepSpeed's launcher passes this before all other arguments.
     parser.add_argument("--local_rank", help=argparse.SUPPRESS)
     subparsers = parser.add_subparsers(required=True, metavar="SUBCOMMAND")
-    for command in (plan, simulate, probe, lab, report, show, export):
+    for command in (plan, simulate, probe, lab, report, show, export, meet):
         command.add_parser(subparsers)
     args = parser.parse_args(argv)
     try:

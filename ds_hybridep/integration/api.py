@@ -11,9 +11,10 @@ from torch import nn
 from ds_hybridep.config import HybridEPConfig
 from ds_hybridep.errors import ConfigError
 from ds_hybridep.integration import supported
-from ds_hybridep.integration.attachment import attachment_of
+from ds_hybridep.integration.attachment import attachment_of, the_one_of_a_site
 from ds_hybridep.integration.log import log_dist
 from ds_hybridep.integration.start import checked_config
+from ds_hybridep.sites.data import Site, read_site, site_of
 from ds_hybridep.transport.agreement import announcing_failure
 from ds_hybridep.transport.trace import record_trace
 
@@ -100,3 +101,18 @@ def trace(engine: nn.Module, path: str | Path) -> AbstractContextManager[None]:
     The runtime names its ranges `hybridep::...`.  Transfers of weights and gradients have their own rows.
     """
     return record_trace(attachment_of(engine).runtime.transport, path)
+
+
+def site(source: Any = None) -> Site:
+    """Return which of the sites this process belongs to.
+
+    source: an engine, or a ds_config (path or dict) before there is an engine; by default the engine that trains here.
+    """
+    if source is not None and not isinstance(source, nn.Module):
+        return read_site(source)
+    attachment = the_one_of_a_site() if source is None else attachment_of(source)
+    sites = attachment.runtime.config.sites
+    if sites is None:
+        raise ConfigError('this engine has no "sites" in its "hybridep" block; docs/sites.md shows one')
+    present = () if attachment.sites is None else tuple(attachment.sites.members)
+    return site_of(list(sites.names), sites.name, present)

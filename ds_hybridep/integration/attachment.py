@@ -28,6 +28,7 @@ from ds_hybridep.integration.dense import DenseSync
 from ds_hybridep.integration.log import log_dist, write_json
 from ds_hybridep.integration.patches import MODULE, Patches
 from ds_hybridep.integration.runtime import EngineStep, HybridRuntime, noticing
+from ds_hybridep.integration.sites import join_sites
 from ds_hybridep.integration.statistics import monitor_events, summarize
 from ds_hybridep.kernels import load_kernels
 from ds_hybridep.transport import watch
@@ -138,6 +139,13 @@ class Attachment(EngineStep):
 
     # -- the end ----------------------------------------------------------------------------------------------------
 
+    def join_sites(self) -> None:
+        """Join the other sites; all ranks must call once the optimizer exists."""
+        if self.runtime.config.sites is not None and self.sites is None:
+            facts = self.facts
+            config, sample = self.runtime.config, facts.specs[0].sample
+            self.sites = join_sites(self.engine, config, sample, facts.loss_scale, lambda: self.runtime.refresh())
+
     def unbind(self, *, has_failed: bool = False) -> None:
         """Undo all changes without waiting.  Parameters, optimizer and module tree were never changed.
 
@@ -147,6 +155,8 @@ class Attachment(EngineStep):
         self.engine.__dict__.pop("_hybridep_attachment", None)
         self._plan_patches.undo()
         self.patches.undo()
+        if self.sites is not None:
+            self.sites.close()
         if self.planner is not None:
             self.planner.close()
         self.runtime.close()
@@ -225,6 +235,16 @@ class Attachment(EngineStep):
             monitor.write_events(monitor_events(report, self.engine.global_samples))
         if self.runtime.config.report_file is not None:
             write_json(Path(self.runtime.config.report_file), report)
+
+
+def the_one_of_a_site() -> Attachment:
+    """Return the attachment of an engine that trains together with other sites; ConfigError if there is none."""
+    for attachment in _attached:
+        if attachment.sites is not None:
+            return attachment
+    raise ConfigError(
+        "no engine of this process trains together with other sites; give ds_hybridep.site the ds_config or the engine"
+    )
 
 
 def attached() -> list[Attachment]:

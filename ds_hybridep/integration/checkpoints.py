@@ -34,6 +34,8 @@ def save(
     agree({"saves": tag}, transport.timeout_s)
     # Ours come first: DeepSpeed ends with the file that names the newest checkpoint, and a barrier.
     attachment.runtime.codecs.save(folder, engine.global_steps)
+    if attachment.sites is not None:
+        attachment.sites.save(folder)
     if adapted := adapted_layers(attachment.layers):
         from ds_hybridep.integration import adapters
 
@@ -54,6 +56,7 @@ def save(
 def load(attachment: Attachment, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Replaces `engine.load_checkpoint`.  Raises AgreementError if only some ranks find a checkpoint."""
     engine, timeout_s = attachment.engine, attachment.runtime.transport.timeout_s
+    caught_up = attachment.sites.before_load() if attachment.sites is not None else None
     call = inspect.signature(original).bind(*args, **kwargs)
     call.apply_defaults()
     given = call.arguments
@@ -77,6 +80,8 @@ def load(attachment: Attachment, original: Callable[..., Any], *args: Any, **kwa
             attachment.switch(recalled, "the plan of the checkpoint")
         if lost := attachment.runtime.codecs.load(folder, engine.global_steps):
             log_dist(f"hybridep: {lost}", ranks=[0])
+    if attachment.sites is not None:
+        attachment.sites.after_load(Path(loaded[0]).parent, caught_up)
     attachment.ship_partitioned()
     return loaded
 

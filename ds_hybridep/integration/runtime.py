@@ -26,6 +26,7 @@ from ds_hybridep.integration.build import Builder, Facts, PlannedLayer, describe
 from ds_hybridep.integration.codec_state import CodecState
 from ds_hybridep.integration.dense import DENSE, DenseSync
 from ds_hybridep.integration.patches import ENGINE, OPTIMIZER, ZERO_OPTIMIZER, Patches
+from ds_hybridep.integration.sites import SiteSync
 from ds_hybridep.integration.statistics import Statistics
 from ds_hybridep.integration.supported import check_optimizer
 from ds_hybridep.kernels import Kernels
@@ -244,6 +245,7 @@ class EngineStep:
     def __init__(self, engine: Any, layers: Mapping[str, Any], planner: JobPlanner | None) -> None:
         self.engine, self.layers, self.planner = engine, dict(layers), planner
         self.dense: DenseSync | None = None
+        self.sites: SiteSync | None = None  # once the engine is made
         self.patches = Patches()
         self.optimizer: Any = None  # of the engine, once it is there
 
@@ -282,10 +284,12 @@ class EngineStep:
 
     def _take_step(self, original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
         self._watch_optimizer()
-        runtime, planner, dense = self.runtime, self.planner, self.dense
+        runtime, planner, dense, sites = self.runtime, self.planner, self.dense, self.sites
         runtime.before_step()
         try:
             chosen = planner.before_step(runtime) if planner is not None else None
+            if sites is not None:
+                sites.exchange()
             if dense is not None:
                 dense.before_step()
             original(*args, **kwargs)
@@ -295,6 +299,8 @@ class EngineStep:
         finally:
             if dense is not None:
                 dense.after_step()
+        if sites is not None:
+            sites.after_step(was_applied=self.engine._step_applied)
         # Dense parameters and experts travel together.  Experts of several groups must arrive before they are shipped.
         if dense is not None:
             dense.finish_gathers(of_experts_only=True)

@@ -201,6 +201,11 @@ def configure_expert_parallel(
     return sources
 
 
+def finish_start(engine: nn.Module) -> None:
+    """The engine is made: join the other sites, if there are any."""
+    attachment_of(engine).join_sites()
+
+
 def undo_start(engine: nn.Module) -> None:
     """Give everything back: `deepspeed.initialize` has failed after `attach`."""
     attachment_of(engine).unbind(has_failed=True)

@@ -16,9 +16,9 @@ from ds_hybridep.link.link import Channel, Link
 from ds_hybridep.link.messages import BULK, URGENT, Handle
 from ds_hybridep.link.options import Options
 from ds_hybridep.link.peer import FAILED, LEFT, LOST, SILENT_S, Fact, Peer, State, Statistics
-from ds_hybridep.link.trust import LEAST_SECRET_BYTES, TLS
+from ds_hybridep.link.trust import LEAST_SECRET_BYTES, TLS, read_secret
 
 __all__ = [
     "BULK", "FAILED", "LEAST_SECRET_BYTES", "LEFT", "LOST", "SILENT_S", "TLS", "URGENT", "Address", "Channel", "Fact",
-    "Handle", "Link", "Options", "Peer", "State", "Statistics",
+    "Handle", "Link", "Options", "Peer", "State", "Statistics", "read_secret",
 ]  # fmt: skip

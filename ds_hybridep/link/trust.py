@@ -63,6 +63,20 @@ REASONS = {
 }
 
 
+def read_secret(path: Path, where: str) -> bytes:
+    """Return what a file holds, without space around it; ConfigError, which names the key path `where`."""
+    try:
+        secret = path.read_bytes().strip()
+    except OSError as error:
+        raise ConfigError(f"{where}: {error}; give a file that this process can read") from error
+    if len(secret) < LEAST_SECRET_BYTES:
+        raise ConfigError(
+            f"{where}: {path} holds {len(secret)} bytes; give at least {LEAST_SECRET_BYTES}, for example the output "
+            f"of `openssl rand -hex 32`"
+        )
+    return secret
+
+
 class Refused(Exception):
     """The handshake failed for a reason that both sides know; `args` is the verdict."""
 

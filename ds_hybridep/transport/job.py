@@ -24,6 +24,11 @@ def is_first_rank() -> bool:
     return dist.get_rank() == 0
 
 
+def own_rank() -> int:
+    """Return this rank of the job."""
+    return dist.get_rank()
+
+
 def meet() -> None:
     """Wait until all ranks are here."""
     dist.barrier()

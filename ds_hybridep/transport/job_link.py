@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from ds_hybridep.config import HybridEPConfig
 from ds_hybridep.errors import AgreementError, ConfigError
-from ds_hybridep.link import LEAST_SECRET_BYTES, SILENT_S, TLS, Address, Link, Options
+from ds_hybridep.link import SILENT_S, TLS, Address, Link, Options, read_secret
 from ds_hybridep.plan.cluster import Cluster
 from ds_hybridep.transport.job import job_store, read_note
 from ds_hybridep.transport.waits import waiting
@@ -55,16 +55,7 @@ class LinkSettings:
         """Return what the file holds, without space around it; ConfigError if it cannot be read or is too short."""
         if self.secret_file is None:
             return None
-        try:
-            secret = self.secret_file.read_bytes().strip()
-        except OSError as error:
-            raise ConfigError(f"hybridep.link.secret_file: {error}; give a file that this rank can read") from error
-        if len(secret) < LEAST_SECRET_BYTES:
-            raise ConfigError(
-                f"hybridep.link.secret_file: {self.secret_file} holds {len(secret)} bytes; give at least "
-                f"{LEAST_SECRET_BYTES}, for example the output of `openssl rand -hex 32`"
-            )
-        return secret
+        return read_secret(self.secret_file, "hybridep.link.secret_file")
 
 
 def open_link(cluster: Cluster, generation: int, settings: LinkSettings) -> "JobLink":
@@ -173,3 +164,14 @@ def own_host() -> str:
         found = [one.address for device in psutil.net_if_addrs().values() for one in device]
         host = next((one for one in found if one.count(".") == 3 and not one.startswith("127.")), host)
     return host
+
+
+def host_towards(host: str) -> str:
+    """Return the address of this host from which it reaches `host`."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.connect(address)  # sends nothing
+            return str(probe.getsockname()[0])
+    except OSError as error:
+        raise ConfigError(f"the host '{host}' is not reached from here: {error}; correct its name") from error

@@ -43,6 +43,9 @@ ELSEWHERE = {  # by how a command begins: what runs it, or why nothing does
     "deepspeed --num_gpus 8 train.py": "tests/house/test_launchers.py",
     "torchrun --nnodes 2": "tests/house/test_launchers.py",
     "accelerate launch": "tests/house/test_launchers.py",
+    "openssl rand": "not run: makes a secret",
+    "ds_hybridep meet": "tests/sites/test_training.py",
+    "deepspeed train.py --deepspeed_config": "tests/sites/test_training.py, without the launcher",
     "sbatch job.sh": "tests/house/test_launchers.py",
 }
 

@@ -1,0 +1,40 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`ds_hybridep meet`: the meeting point of sites."""
+
+import argparse
+import asyncio
+import contextlib
+import time
+from pathlib import Path
+
+from ds_hybridep.link import TLS, read_secret
+from ds_hybridep.sites.meeting import serve
+
+
+def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    """Add the command."""
+    parser = commands.add_parser("meet", help="run the meeting point of sites that train one model")
+    parser.add_argument("--port", type=int, required=True, help="port to listen on; all sites must reach it")
+    parser.add_argument("--host", default="0.0.0.0", help="address to listen on (default: all)")
+    parser.add_argument("--secret-file", type=Path, required=True, help="the file of sites.secret_file")
+    for name in ("certificate", "key", "authority"):
+        parser.add_argument(f"--{name}", type=Path, help=f"for TLS, as hybridep.link.tls.{name}")
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Serve until interrupted."""
+    files = arguments.certificate, arguments.key, arguments.authority
+    context = TLS(*files).contexts()[1] if all(files) else None
+    secret = read_secret(arguments.secret_file, "--secret-file")
+    with contextlib.suppress(KeyboardInterrupt):
+        asyncio.run(serve(arguments.host, arguments.port, secret, context, _say, _ready))
+    return 0
+
+
+def _say(text: str) -> None:
+    print(f"{time.strftime('%H:%M:%S')} {text}", flush=True)
+
+
+def _ready(port: int) -> None:
+    _say(f"meeting point on port {port}")

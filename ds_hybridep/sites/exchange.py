@@ -1,0 +1,165 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The connections of one epoch: this rank and its counterparts, which have the same rank in other sites.
+
+A new epoch has new connections, so nothing of an earlier one can be taken for something of this one.
+"""
+
+import hashlib
+import hmac
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ds_hybridep.errors import CommunicationError
+from ds_hybridep.link import BULK, TLS, URGENT, Address, Link
+
+DIGEST_BYTES = 8  # of a hash of weights
+CHUNK_BYTES = 2**24  # of a state
+
+
+@dataclass
+class Counters:
+    """What this rank has sent to and received from other sites, in bytes, and the seconds it has waited for them."""
+
+    sent_bytes: int = 0
+    received_bytes: int = 0
+    waited_s: float = 0.0
+    num_repeated: int = 0  # exchanges that were discarded and repeated
+    waited_for: dict[str, float] = field(default_factory=dict)  # by site
+
+
+class Crossing:
+    """One rank's connections in one epoch.  Made before the epoch is known, because its address must be known first.
+
+    Args:
+        names: all sites; the index of a site is its rank on the link.
+        rank: of this process in its site.
+        round: number of the call for a quorum; on all sites of an epoch it is found in the epoch's answer.
+    """
+
+    def __init__(
+        self, names: Sequence[str], site: str, rank: int, secret: bytes, host: str, timeout_s: float,
+        counters: Counters, ports: tuple[int, int] | None = None, tls: TLS | None = None,
+    ) -> None:  # fmt: skip
+        self._names, self._site, self._rank, self._timeout_s = list(names), site, rank, timeout_s
+        self._counters = counters
+        self._link = Link(
+            self._names.index(site), len(names), secret=hmac.digest(secret, f"rank {rank}".encode(), "sha256"),
+            host=host, ports=ports, tls=tls, timeout_s=timeout_s,
+        )  # fmt: skip
+        self.address: Address = self._link.address
+        self.members: list[str] = []
+        self.observers: list[str] = []
+        self.missed: set[str] = set()  # sites that an exchange did not reach
+
+    def open(self, epoch: int, members: list[str], observers: list[str], addresses: Mapping[str, Address]) -> None:
+        """Connect with the counterparts; those that are not reached are in `missed`."""
+        self.members, self.observers = members, observers
+        channels = {"gradients": URGENT, "have": URGENT, "state": BULK}
+        self._channels = {
+            name: self._link.channel(name, range(len(self._names)), generation=epoch, priority=priority)
+            for name, priority in channels.items()
+        }
+        for name in self.others:
+            host, port = addresses[name]
+            try:
+                self._link.connect({self._index(name): (host, port)})
+            except CommunicationError:
+                self.missed.add(name)
+
+    @property
+    def others(self) -> list[str]:
+        """The other members, and observers."""
+        return [name for name in (*self.members, *self.observers) if name != self._site]
+
+    def swap(self, packet: Tensor) -> list[Tensor]:
+        """Send a packet (uint8, on the CPU) to all other sites; return those of all members, in their order.
+
+        Raises CommunicationError if a member's does not come; `missed` then has its name.
+        """
+        return self._swap("gradients", packet)
+
+    def agree(self, is_complete: bool, wants_change: bool, digest: bytes) -> tuple[bool, bool]:
+        """Return whether all members have all packets, and whether a quorum must come before the next exchange.
+
+        wants_change: this site wants one.  digest: DIGEST_BYTES; where digests of weights differ, a quorum is needed.
+        """
+        ours = torch.tensor([is_complete, wants_change, *digest], dtype=torch.uint8)
+        said = torch.stack(self._swap("have", ours))
+        is_equal = bool((said[:, 2:] == said[0, 2:]).all())
+        return bool(said[:, 0].all()), bool(said[:, 1].any()) or not is_equal
+
+    def _swap(self, channel: str, packet: Tensor) -> list[Tensor]:
+        if self.missed:
+            raise CommunicationError(f"site '{self._site}' does not reach {sorted(self.missed)}")
+        began, sends, received = time.monotonic(), [], {self._site: packet}
+        waiting = {}
+        for name in self.others:
+            rank = self._index(name)
+            if name in self.members:
+                received[name] = torch.empty_like(packet)
+                waiting[name] = self._channels[channel].receive(rank, into=received[name])
+            if name in self.members or channel == "gradients":
+                try:
+                    sends.append((name, self._channels[channel].send(rank, packet)))
+                    self._counters.sent_bytes += packet.nbytes
+                except CommunicationError:
+                    if name in self.members:
+                        self.missed.add(name)
+        for name, handle in waiting.items():
+            try:
+                view = handle.wait()
+                if len(view) != packet.nbytes:
+                    raise CommunicationError(f"a packet of {len(view)} bytes came instead of {packet.nbytes}")
+                self._counters.received_bytes += packet.nbytes
+            except CommunicationError:
+                self.missed.add(name)
+            now = time.monotonic()
+            self._counters.waited_s += now - began
+            self._counters.waited_for[name] = self._counters.waited_for.get(name, 0.0) + now - began
+            began = now
+        if self.missed:
+            raise CommunicationError(f"site '{self._site}' does not reach {sorted(self.missed)}")
+        return [received[name] for name in self.members]
+
+    def send_state(self, name: str, state: bytes) -> None:
+        """Start to send a state to a site."""
+        rank, channel = self._index(name), self._channels["state"]
+        try:
+            channel.send(rank, len(state).to_bytes(8, "big") + hashlib.sha256(state).digest())
+            for at in range(0, len(state), CHUNK_BYTES):
+                channel.send(rank, memoryview(state)[at : at + CHUNK_BYTES])
+                self._counters.sent_bytes += min(CHUNK_BYTES, len(state) - at)
+        except CommunicationError:
+            self.missed.add(name)
+
+    def receive_state(self, name: str) -> bytes:
+        """Return the state that a site sends.  Raises CommunicationError if it does not come whole."""
+        rank, channel = self._index(name), self._channels["state"]
+        head = bytes(channel.receive(rank, max_bytes=40).wait())
+        state = bytearray(int.from_bytes(head[:8], "big"))
+        for at in range(0, len(state), CHUNK_BYTES):
+            channel.receive(rank, into=memoryview(state)[at : at + CHUNK_BYTES]).wait()
+        if hashlib.sha256(state).digest() != head[8:]:
+            raise CommunicationError(f"site '{self._site}': the state that came from '{name}' has another hash")
+        self._counters.received_bytes += len(state)
+        return bytes(state)
+
+    def observe(self, num_bytes: int) -> list[Any]:
+        """Start to receive the members' next packets; returns handles in the members' order."""
+        places = [torch.empty(num_bytes, dtype=torch.uint8) for _ in self.members]
+        return [
+            (place, self._channels["gradients"].receive(self._index(name), into=place))
+            for name, place in zip(self.members, places, strict=True)
+        ]
+
+    def close(self) -> None:
+        """End the connections; what was sent still leaves."""
+        self._link.close(waits=False)
+
+    def _index(self, name: str) -> int:
+        return self._names.index(name)

@@ -1,0 +1,109 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Local steps (DiLoCo, arXiv 2311.08105): every H steps, sites exchange how far they have come since the last time.
+
+    delta     = common - own                   what is encoded and averaged over sites, for one fragment of the model
+    momentum  = MOMENTUM * momentum + delta
+    common   -= RATE * (delta + MOMENTUM * momentum)
+    own       = common
+
+The model is cut into fragments that take turns, so that about the same amount crosses at each step (Streaming DiLoCo,
+arXiv 2501.18512).  All sites hold the same common weights, bit for bit.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ds_hybridep.sites.packets import OwnedSlice
+from ds_hybridep.sync.flat import Span
+from ds_hybridep.sync.home import Home
+
+RATE, MOMENTUM = 0.7, 0.9
+
+
+class LocalSteps:
+    """The common weights and the outer momentum of what this rank owns.
+
+    Args:
+        owned: the optimizer's fp32 weights that this rank owns; they are changed in place.
+        every: steps after which each fragment is exchanged.
+        home: where common weights and momentum are kept.
+    """
+
+    def __init__(self, owned: Sequence[OwnedSlice], every: int, home: Home) -> None:
+        self._every, self._home = every, home
+        self._fragments = _cut(owned, every)
+        self._common = [[home.store(t.detach().clone()) for one in f for t in one.tensors] for f in self._fragments]
+        self._momentum = [[home.store(torch.zeros_like(t)) for one in f for t in one.tensors] for f in self._fragments]
+
+    def due(self, step: int) -> int | None:
+        """Return the fragment that is exchanged after step number `step` (the first is 1), or None."""
+        position = step % self._every
+        found = [i for i in range(len(self._fragments)) if self._turn(i) == position]
+        return found[0] if found else None
+
+    def _turn(self, fragment: int) -> int:
+        return (fragment + 1) * self._every // len(self._fragments) % self._every
+
+    def deltas(self, fragment: int) -> list[OwnedSlice]:
+        """Return how far this site has come since the last exchange of a fragment, in new memory."""
+        common = iter(self._common[fragment])
+        return [
+            OwnedSlice(one.spans, tuple(self._home.fetch(next(common)) - t for t in one.tensors), one.is_expert)
+            for one in self._fragments[fragment]
+        ]
+
+    def apply(self, fragment: int, mean: Sequence[OwnedSlice]) -> None:
+        """Take the outer step with the mean of all sites' deltas, and set this rank's weights to the common ones."""
+        deltas = [tensor for one in mean for tensor in one.tensors]
+        owned = [tensor for one in self._fragments[fragment] for tensor in one.tensors]
+        pairs = zip(deltas, owned, self._common[fragment], self._momentum[fragment], strict=True)
+        for delta, own, kept_common, kept_momentum in pairs:
+            common, momentum = self._home.fetch(kept_common), self._home.fetch(kept_momentum)
+            momentum.mul_(MOMENTUM).add_(delta)
+            common.sub_(delta.add(momentum, alpha=MOMENTUM), alpha=RATE)
+            own.copy_(common)
+            self._home.put(kept_common, common)
+            self._home.put(kept_momentum, momentum)
+
+    def begin(self) -> None:
+        """Begin anew from this rank's weights: they are the common ones."""
+        for fragment, kept in zip(self._fragments, self._common, strict=True):
+            for own, common in zip((t for one in fragment for t in one.tensors), kept, strict=True):
+                common.copy_(own)
+
+    def reset(self) -> None:
+        """Set this rank's weights to the common ones."""
+        for fragment, kept in zip(self._fragments, self._common, strict=True):
+            for own, common in zip((t for one in fragment for t in one.tensors), kept, strict=True):
+                own.copy_(common)
+
+    def common(self) -> list[Tensor]:
+        """Return the common weights, for a hash."""
+        return [tensor for fragment in self._common for tensor in fragment]
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a site that comes back needs."""
+        return {"common": self._common, "momentum": self._momentum}
+
+    def load_state_dict(self, saved: Mapping[str, Any]) -> None:
+        for mine, theirs in ((self._common, saved["common"]), (self._momentum, saved["momentum"])):
+            for ours, other in zip(mine, theirs, strict=True):
+                for kept, value in zip(ours, other, strict=True):
+                    kept.copy_(value)
+
+
+def _cut(owned: Sequence[OwnedSlice], num_fragments: int) -> list[list[OwnedSlice]]:
+    """Return at most so many fragments of about equal size, each of whole spans; the same on all sites."""
+    pieces: list[tuple[Span, Tensor, bool]] = [
+        (span, tensor, one.is_expert) for one in owned for span, tensor in zip(one.spans, one.tensors, strict=True)
+    ]
+    total, seen = sum(tensor.numel() for _, tensor, _ in pieces), 0
+    fragments: dict[int, list[OwnedSlice]] = {}
+    for span, tensor, is_expert in pieces:
+        index = min(seen * num_fragments // max(total, 1), num_fragments - 1)
+        fragments.setdefault(index, []).append(OwnedSlice((span,), (tensor,), is_expert))
+        seen += tensor.numel()
+    return [fragments[index] for index in sorted(fragments)]

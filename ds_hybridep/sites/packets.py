@@ -1,0 +1,115 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The packet that one rank sends to its counterparts in an exchange between sites: what it owns, encoded.
+
+    slices -> fp32 -> + residual -> packet -> all sites decode the same packets, in the same order -> mean -> slices
+
+A site decodes its own packet too, so all sites get the same bits.  Without a codec a packet holds the values as they
+are, and the mean is taken in fp32.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ds_hybridep.codecs import Codec
+from ds_hybridep.sync.flat import Span, parts_of, split
+from ds_hybridep.sync.gradients import GradientMemory, StepChanges
+from ds_hybridep.sync.home import Home
+from ds_hybridep.sync.messages import MessageLayout
+
+
+@dataclass(frozen=True)
+class OwnedSlice:
+    """What this rank owns of one parameter group.
+
+    spans: which elements of which parameters, in order.
+    tensors: the values, flat or shaped, one for each span; an exchange changes them in place.
+    is_expert: of experts, which have a codec of their own.
+    """
+
+    spans: tuple[Span, ...]
+    tensors: tuple[Tensor, ...]
+    is_expert: bool
+
+
+class Packets:
+    """Encodes and decodes what this rank owns; keeps residuals by parameter.
+
+    Args:
+        name: of this site and rank, for the random rounding.
+        dense, experts: codecs; None sends values as they are.
+        dtype: of the parameters: residuals of 16-bit ones are stored in 16 bits and a part.
+    """
+
+    def __init__(self, name: str, dense: Codec | None, experts: Codec | None, dtype: torch.dtype, home: Home) -> None:
+        self.changes = StepChanges()
+        self._dtype, self._home = dtype, home
+        self._memories = {
+            kind: GradientMemory(f"{name}, sites, {kind}", (codec,), home, self.changes, 0)
+            for kind, codec in (("dense", dense), ("experts", experts))
+        }
+
+    def encode(self, slices: Sequence[OwnedSlice], scale: float = 1.0) -> Tensor:
+        """Return the packet, uint8, of values that are divided by the loss scale `scale`."""
+        return torch.cat([torch.empty(0, dtype=torch.uint8), *(self._encoded(one, scale) for one in slices)])
+
+    def average(self, slices: Sequence[OwnedSlice], packets: Sequence[Tensor], scale: float = 1.0) -> None:
+        """Set `slices` to the mean of what packets hold, uint8, in the order of the sites; times the loss scale."""
+        at = 0
+        for one in slices:
+            num_bytes = self.num_bytes(one)
+            total = torch.zeros(sum(tensor.numel() for tensor in one.tensors), device=self._home.device)
+            for packet in packets:
+                self._add(one, packet[at : at + num_bytes], total, scale)
+            total /= len(packets)
+            at += num_bytes
+            for tensor, mean in zip(one.tensors, total.split([t.numel() for t in one.tensors]), strict=True):
+                tensor.copy_(mean.view_as(tensor))
+
+    def num_bytes(self, one: OwnedSlice) -> int:
+        """Return the bytes of a slice in a packet."""
+        if (layout := self._layout(one)) is not None:
+            return layout.num_bytes
+        return sum(tensor.nbytes for tensor in one.tensors)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Residuals as of the last applied step."""
+        return {kind: memory.state_dict() for kind, memory in self._memories.items()}
+
+    def load_state_dict(self, saved: Mapping[str, Any]) -> None:
+        for kind, memory in self._memories.items():
+            memory.load_state_dict(saved[kind])
+
+    def _memory(self, one: OwnedSlice) -> GradientMemory:
+        return self._memories["experts" if one.is_expert else "dense"]
+
+    def _layout(self, one: OwnedSlice) -> MessageLayout | None:
+        codec = self._memory(one).codecs[0]
+        return None if codec is None else MessageLayout(codec, parts_of(one.spans, self._dtype))
+
+    def _encoded(self, one: OwnedSlice, scale: float) -> Tensor:
+        if not one.tensors:
+            return torch.empty(0, dtype=torch.uint8)
+        if (layout := self._layout(one)) is None:
+            return torch.cat([tensor.detach().reshape(-1) for tensor in one.tensors]).view(torch.uint8).cpu()
+        flat = torch.cat([tensor.detach().reshape(-1).float() for tensor in one.tensors])
+        return self._memory(one).encode(0, layout, split(flat, layout.parts), scale).cpu()
+
+    def _add(self, one: OwnedSlice, packet: Tensor, total: Tensor, scale: float) -> None:
+        if not one.tensors:
+            return
+        packet = packet.to(self._home.device)
+        if (layout := self._layout(one)) is None:
+            total += packet.clone().view(one.tensors[0].dtype)  # a view of bytes needs its own, aligned memory
+            return
+        for part, encoded, values in zip(
+            layout.parts, layout.packets(packet), split(total, layout.parts), strict=True
+        ):
+            matrices = values.view(part.num_experts, part.rows, part.cols)
+            if scale == 1.0:
+                layout.codec.decode_add(encoded, matrices)
+            else:
+                matrices.add_(layout.codec.decode(encoded, torch.empty_like(matrices)), alpha=scale)

@@ -1,0 +1,49 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Small agreements between all ranks of one site, over gloo, and shares of flat buffers."""
+
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ds_hybridep.transport.waits import waiting
+
+
+class Inside:
+    """The ranks of this site.  All ranks must make it, and call the same methods in the same order."""
+
+    def __init__(self, timeout_s: float) -> None:
+        self.rank, self.size = dist.get_rank(), dist.get_world_size()
+        self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
+
+    @waiting()
+    def gather(self, said: Any) -> list[Any]:
+        """Return what all ranks say, by rank; on other ranks than 0 an empty list."""
+        heard = [None] * self.size if self.rank == 0 else None
+        dist.gather_object(said, heard, dst=0, group=self._group)
+        return heard or []
+
+    @waiting()
+    def broadcast(self, said: Any) -> Any:
+        """Return what rank 0 says."""
+        box = [said]
+        dist.broadcast_object_list(box, src=0, group=self._group)
+        return box[0]
+
+    @waiting()
+    def all(self, is_true: bool) -> bool:
+        """Return True if it is true on all ranks."""
+        flag = torch.tensor([is_true], dtype=torch.int32)
+        dist.all_reduce(flag, op=dist.ReduceOp.MIN, group=self._group)
+        return bool(flag.item())
+
+    def close(self) -> None:
+        dist.destroy_process_group(self._group)
+
+
+def share(flat: Tensor, own: Tensor, group: Any) -> None:
+    """Fill `flat` with the parts of all ranks of a group, in group-rank order; all parts are as long as `own`."""
+    with waiting():
+        dist.all_gather(list(flat.split(own.numel())), own.clone(), group=group)

@@ -1,0 +1,209 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which sites the meeting point lets go on, without connections and without waiting."""
+
+from typing import Any
+
+import pytest
+
+from ds_hybridep.sites import meeting as meeting_module
+from ds_hybridep.sites.meeting import Meeting, Site
+
+NAMES = ["a", "b", "c"]
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+class Sites:
+    """A meeting point and the sites that talk to it."""
+
+    def __init__(self, names: list[str], clock: Clock) -> None:
+        self.names, self.clock = names, clock
+        self.meeting = Meeting()
+        self.heard: dict[str, list[dict[str, Any]]] = {}
+        self.known: dict[str, Site] = {}
+
+    def come(self, name: str, instance: str = "1", **more: Any) -> str:
+        heard = self.heard[name] = []
+        said = {
+            "site": name, "names": self.names, "settings": {"stage": 1}, "instance": instance, "wait_s": 10.0,
+            "epoch": 0, "members": [], **more,
+        }  # fmt: skip
+        site, why = self.meeting.hello(said, heard.append)
+        if site is not None:
+            self.known[name] = site
+        return why
+
+    def call(self, name: str, step: int, **more: Any) -> None:
+        said = {"op": "quorum", "step": step, "complete": False, "is_ready": False, "missed": [], "digest": ""}
+        self.meeting.hear(self.known[name], {**said, **more})
+
+    def die(self, name: str) -> None:
+        self.meeting.lose(self.known[name])
+
+    def pass_s(self, seconds: float, alive: str = "") -> None:
+        self.clock.now += seconds
+        for name in alive:
+            self.meeting.hear(self.known[name], {"op": "beat"})
+        self.meeting.tick()
+
+    def said(self, name: str) -> dict[str, Any]:
+        """Return the last answer to a site."""
+        answers = [one for one in self.heard[name] if one["op"] not in ("beat", "change", "note")]
+        return answers[-1] if answers else {}
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(meeting_module, "time", clock)
+    return clock
+
+
+def begun(clock: Clock, names: list[str], step: int = 0) -> Sites:
+    sites = Sites(names, clock)
+    for name in names:
+        assert sites.come(name) == ""
+    for name in names:
+        sites.call(name, step)
+    return sites
+
+
+def test_the_first_epoch_has_all_sites(clock: Clock) -> None:
+    sites = begun(clock, NAMES)
+    assert all(sites.said(name)["members"] == NAMES for name in NAMES)
+
+
+def test_a_site_that_does_not_come_to_the_start_is_not_waited_for_for_ever(clock: Clock) -> None:
+    sites = Sites(["a", "b"], clock)
+    sites.come("a")
+    sites.call("a", 0)
+    sites.pass_s(9, "a")
+    assert sites.said("a") == {}
+    sites.pass_s(2, "a")
+    assert sites.said("a")["members"] == ["a"]
+
+
+def test_a_minority_of_three_does_not_start(clock: Clock) -> None:
+    sites = Sites(NAMES, clock)
+    sites.come("a")
+    sites.call("a", 0)
+    for _ in range(10):
+        sites.pass_s(5, "a")
+    assert sites.said("a") == {}
+
+
+def test_the_others_go_on_without_a_site_that_was_killed(clock: Clock) -> None:
+    sites = begun(clock, NAMES)
+    sites.die("b")
+    sites.call("a", 5, missed=["b"])
+    sites.call("c", 5, missed=["b"])
+    assert sites.said("a")["epoch"] == 1, "its connection may come back at once"
+    sites.pass_s(4, "ac")
+    assert sites.said("a")["members"] == sites.said("c")["members"] == ["a", "c"]
+
+
+def test_of_two_sites_the_one_that_reaches_the_meeting_point_goes_on(clock: Clock) -> None:
+    sites = begun(clock, ["a", "b"])
+    sites.call("a", 5, missed=["b"])
+    sites.pass_s(11, "a")
+    assert sites.said("a")["members"] == ["a"]
+    sites.call("b", 5, missed=["a"]) if sites.come("b", epoch=1, members=["a", "b"]) == "" else None
+    sites.pass_s(1, "ab")
+    assert sites.said("b").get("members") != ["b"], "it must not go on from step 5 by itself"
+
+
+def test_one_of_three_never_goes_on_by_itself(clock: Clock) -> None:
+    sites = begun(clock, NAMES)
+    sites.call("c", 5, missed=["a", "b"])
+    for _ in range(20):
+        sites.pass_s(5, "c")
+    assert sites.said("c")["epoch"] == 1
+
+
+def test_a_site_that_has_all_packets_applies_a_step_that_another_has_applied(clock: Clock) -> None:
+    sites = begun(clock, ["a", "b"])
+    sites.call("b", 5, complete=True, missed=["a"])
+    sites.call("a", 6, missed=["b"])
+    assert sites.said("b") == {"op": "commit"}
+    sites.call("b", 6)
+    assert sites.said("a")["members"] == sites.said("b")["members"] == ["a", "b"]
+
+
+def test_a_site_that_misses_packets_of_an_applied_step_is_left_out(clock: Clock) -> None:
+    sites = begun(clock, ["a", "b"])
+    sites.call("b", 5, complete=False, missed=["a"])
+    sites.call("a", 6, missed=["b"])
+    assert sites.said("b") == {"op": "left out", "step": 6}
+    assert sites.said("a")["members"] == ["a"]
+
+
+def test_a_step_that_nobody_has_applied_is_repeated(clock: Clock) -> None:
+    sites = begun(clock, ["a", "b"])
+    sites.call("b", 5, complete=True, missed=["a"])
+    sites.call("a", 5, complete=True, missed=["b"])
+    assert sites.said("a")["members"] == ["a", "b"]
+    assert sites.said("a")["epoch"] == 2
+
+
+def test_a_newcomer_observes_first_and_is_a_member_when_it_is_up_to_date(clock: Clock) -> None:
+    sites = begun(clock, ["a", "b"])
+    sites.die("b")
+    sites.call("a", 5, missed=["b"])
+    sites.pass_s(4, "a")
+    assert sites.come("b", instance="2") == ""
+    sites.call("b", 0)
+    assert {"op": "change"} in sites.heard["a"], "a must call before its next exchange"
+    sites.call("a", 9)
+    assert (sites.said("a")["members"], sites.said("a")["observers"]) == (["a"], ["b"])
+    sites.call("b", 12, is_ready=True)
+    sites.call("a", 13)
+    assert (sites.said("b")["members"], sites.said("b")["observers"]) == (["a", "b"], [])
+
+
+def test_two_sites_that_do_not_reach_each_other_do_not_try_for_ever(clock: Clock) -> None:
+    sites = begun(clock, ["a", "b"], step=3)
+    for _ in range(3):
+        sites.call("a", 3, missed=["b"])
+        sites.call("b", 3, missed=["a"])
+    assert sites.said("a")["members"] == ["a"]
+    assert sites.said("b")["op"] == "left out"
+
+
+def test_a_site_that_has_ended_is_not_waited_for(clock: Clock) -> None:
+    sites = begun(clock, ["a", "b"])
+    sites.call("a", 8, missed=["b"])
+    sites.meeting.hear(sites.known["b"], {"op": "leave"})
+    assert sites.said("a")["members"] == ["a"]
+
+
+def test_a_meeting_point_that_was_restarted_learns_of_the_epoch(clock: Clock) -> None:
+    sites = Sites(["a", "b"], clock)
+    sites.come("a", epoch=7, members=["a", "b"])
+    sites.come("b", instance="new")
+    sites.call("b", 0)
+    sites.pass_s(11, "ab")
+    assert sites.said("b") == {}, "a trains, so b cannot begin anew"
+    sites.call("a", 40)
+    assert sites.said("a")["epoch"] == 8
+    assert (sites.said("a")["members"], sites.said("a")["observers"]) == (["a"], ["b"])
+
+
+@pytest.mark.parametrize(
+    ("more", "says"),
+    [
+        ({"name": "d"}, "is not one of sites.names"),
+        ({"name": "a", "instance": "2"}, "another site 'a' is here already"),
+        ({"name": "b", "settings": {"stage": 2}}, "stage is 2 instead of 1"),
+        ({"name": "b", "names": ["a", "b", "x"]}, "sites.names is"),
+    ],
+)
+def test_who_does_not_fit_is_told_why(clock: Clock, more: dict[str, Any], says: str) -> None:
+    sites = Sites(["a", "b"], clock)
+    sites.come("a")
+    assert says in sites.come(more.pop("name"), **more)

@@ -1,0 +1,83 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A user's script that trains the toy model; the same in a site and in one job over all ranks.
+
+Environment: RANK, WORLD_SIZE, MASTER_PORT as a launcher sets them, and HYBRIDEP_SITE in a site.
+Argument: a JSON object, see `DEFAULTS`.  Each rank writes its losses and a hash of its weights to `out`.
+"""
+
+import hashlib
+import json
+import os
+import sys
+import time
+from pathlib import Path
+
+import deepspeed
+import torch
+from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer
+from toy_model import ToyConfig, batch, build_model
+
+DEFAULTS = {
+    "out": "", "steps": 6, "first_rank": 0, "zero": 1, "dtype": "fp32", "accumulation": 1, "clip": 0.0, "block": None,
+    "ep_size": 2, "overflow_at": -1, "pause_s": 0.0, "lr": 1e-2, "tell": "", "grad_accum_dtype": None, "world": 4,
+}  # fmt: skip
+options = {**DEFAULTS, **json.loads(sys.argv[1])}
+deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+
+torch.set_num_threads(1)
+os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
+os.environ.setdefault("LOCAL_RANK", os.environ["RANK"])
+deepspeed.init_distributed("gloo")
+rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+toy = ToyConfig(ep_size=options["ep_size"])
+model = build_model(toy, rank=rank, world_size=world, data_before_expert=False, seed=1)
+ds_config = {
+    "train_micro_batch_size_per_gpu": 2,
+    "gradient_accumulation_steps": options["accumulation"],
+    "gradient_clipping": options["clip"],
+    "optimizer": {"type": "Adam", "params": {"lr": options["lr"], "torch_adam": True}},
+    "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 10, "warmup_max_lr": options["lr"]}},
+    "zero_optimization": {"stage": options["zero"]},
+    "steps_per_print": 10**9,
+}
+if options["dtype"] != "fp32":
+    ds_config[options["dtype"]] = {"enabled": True}
+if options["grad_accum_dtype"]:
+    ds_config["data_types"] = {"grad_accum_dtype": options["grad_accum_dtype"]}
+if options["block"]:
+    ds_config["hybridep"] = options["block"]
+named = {"params": list(model.parameters()), "name": "all"}
+parameters = split_params_into_different_moe_groups_for_optimizer(named)
+engine, *_ = deepspeed.initialize(model=model, model_parameters=parameters, config=ds_config)
+losses: dict[int, float] = {}
+started_at = engine.global_steps
+while engine.global_steps < options["steps"]:
+    step = engine.global_steps
+    total = 0.0
+    for micro_step in range(options["accumulation"]):
+        inputs = batch(
+            toy, seed=1, step=step, micro_step=micro_step, rank=options["first_rank"] + rank, num_sequences=2
+        )
+        loss = engine(*inputs)
+        total += loss.item()
+        scale = float("inf") if step == options["overflow_at"] else 1.0
+        engine.backward(loss * scale)
+        engine.step()
+    losses[step] = total / options["accumulation"]
+    if options["tell"] and rank == 0:
+        Path(options["tell"]).write_text(str(engine.global_steps))
+    time.sleep(options["pause_s"])
+digest = hashlib.sha256()
+for parameter in model.parameters():
+    digest.update(parameter.detach().float().numpy().tobytes())
+attachment = vars(engine).get("_hybridep_attachment")
+common = attachment.sites._digest().hex() if attachment is not None and attachment.sites is not None else ""
+record = {
+    "common": common,
+    "losses": losses,
+    "weights": digest.hexdigest(),
+    "started_at": started_at,
+    "skipped": engine.skipped_steps,
+}
+Path(f"{options['out']}-{rank}.json").write_text(json.dumps(record))
+engine.destroy()
