@@ -248,8 +248,8 @@ class SiteSync(Epochs):
     def _digest(self) -> bytes:
         """Return a hash of this site's weights and step; on other ranks than 0 it means nothing."""
         tensors = owned.weights(self._engine).values() if self._local is None else self._local.common()
-        digests = self._inside.gather(owned.hash_of(tensors, self._engine.global_steps))
-        return hashlib.blake2b(b"".join(digests), digest_size=DIGEST_BYTES).digest()
+        digests = self._inside.gather(owned.hash_of(tensors, self._engine.global_steps).hex())
+        return hashlib.blake2b("".join(digests).encode(), digest_size=DIGEST_BYTES).digest()
 
     # -- catching up ------------------------------------------------------------------------------------------------
 

@@ -146,7 +146,7 @@ def start_many(num_transfers: int, failing: int | None = None) -> dict[str, Any]
     rank = dist.get_rank()
     cuda = SlowCuda(failing if rank == 0 else None)
     with fake_device(cuda):
-        channel = open_transport(TWO_DCS, 1.0).channel("rows", (0, 1), background=True)
+        channel = open_transport(TWO_DCS, 4.0).channel("rows", (0, 1), background=True)
         places = [torch.full((5,), -1.0) for _ in range(num_transfers)]
         transfers = [
             channel.start([(1 - rank, torch.full((5,), 10.0 * rank + index))], [(1 - rank, place)], ROWS)
