@@ -170,6 +170,8 @@ class Attachment(EngineStep):
         self.patches.is_on = False
         self._plan_patches.undo()
         _left_open.append(self.runtime.transport.close)
+        if self.sites is not None:
+            _left_open.append(self.sites.close)
         if self.planner is not None:
             _left_open.append(self.planner.close)
 

@@ -65,7 +65,7 @@ class CodecState:
             if self.feedbacks:
                 self._migration.refresh_stale()
             self._migration.finish()  # a run that resumes begins with up-to-date replicas
-        saved = self._state() if self.feedbacks or self._groups or self.waiting.records() else None
+        saved = self._state() if self.feedbacks or self._groups or self.waiting.is_in_use else None
         about = {"plan": self.plan, "step": step, "world_size": self._transport.world_size}
         write(folder, self._transport.rank, self._transport.world_size, saved and {**about, **saved})
 
@@ -157,6 +157,7 @@ class CodecState:
             feedback.gradients.forget()
         for sync in self._syncs.values():
             sync.memory.forget()
+            sync.drop_waiting()
 
     @property
     def _groups(self) -> dict[str, GroupSync]:

@@ -44,6 +44,7 @@ def why_unsupported(engine: Any) -> str:
     owners_only = "leave it at true: level by level, each sum goes to its owner alone anyway"
     reasons = {
         "ZeRO stage 3; use stage 0, 1 or 2": engine.zero_optimization_stage() == 3,
+        "gradient_predivide_factor; leave it at 1": engine.gradient_predivide_factor() != 1.0,
         "parameters with sparse gradients (torch.nn.Embedding(sparse=True)); build them with sparse=False": is_sparse,
     }
     for name, remedy in {

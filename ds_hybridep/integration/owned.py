@@ -137,6 +137,8 @@ def _of_bf16(owned: Owned) -> tuple[list[OwnedSlice], Callable[[], None]]:
     def finish() -> None:
         for flat, own, group in flats:
             share(flat, own, group)
+        # Another site may have gradients where this one has none: norms and clipping must see them all.
+        optimizer.fp32_groups_has_gradients = [[True] * len(group) for group in optimizer.bf16_groups]
 
     return slices, finish
 
@@ -241,10 +243,21 @@ def _masters(engine: Any) -> list[Tensor]:
     return [parameter for group in engine.basic_optimizer.param_groups for parameter in group["params"]]
 
 
+def _scalers(engine: Any) -> list[Any]:
+    """Return the objects that hold the loss scale: ZeRO's and those of FP16_Optimizer."""
+    found = [getattr(engine.optimizer, name, None) for name in ("loss_scaler", "loss_scale_config")]
+    return [one for one in found if one is not None and hasattr(one, "__dict__")]
+
+
 def weights(engine: Any) -> dict[str, Tensor]:
-    """Return all parameters and buffers that this rank holds, by name; under ZeRO 3 its partitions."""
+    """Return all parameters that this rank holds, by name; under ZeRO 3 its partitions."""
     named: dict[str, Any] = dict(engine.module.named_parameters())
-    held = {name: getattr(parameter, "ds_tensor", parameter).detach() for name, parameter in named.items()}
+    return {name: getattr(parameter, "ds_tensor", parameter).detach() for name, parameter in named.items()}
+
+
+def _held(engine: Any) -> dict[str, Tensor]:
+    """Return parameters and buffers.  Buffers may differ between sites, for example counts of tokens."""
+    held = weights(engine)
     return {**held, **{f"buffer {name}": buffer.detach() for name, buffer in engine.module.named_buffers()}}
 
 
@@ -268,13 +281,13 @@ def skip_to(engine: Any, step: int) -> None:
 
 def capture(engine: Any, more: Any = None) -> bytes:
     """Return this rank's training state: weights, optimizer, loss scale, schedule, counters, and `more`."""
-    base, scaler = engine.basic_optimizer, getattr(engine.optimizer, "loss_scaler", None)
+    base = engine.basic_optimizer
     state = {
-        "weights": weights(engine),
+        "weights": _held(engine),
         "masters": [master.data for master in _masters(engine)],
         "optimizer": [dict(base.state.get(master, {})) for master in _masters(engine)],
         "groups": [{key: value for key, value in group.items() if key != "params"} for group in base.param_groups],
-        "scaler": {k: v for k, v in vars(scaler).items() if isinstance(v, int | float)} if scaler is not None else {},
+        "scalers": [{k: v for k, v in vars(one).items() if isinstance(v, int | float)} for one in _scalers(engine)],
         "scheduler": engine.lr_scheduler.state_dict() if engine.lr_scheduler is not None else None,
         "more": more,
         "counters": {name: getattr(engine, name) for name in COUNTERS},
@@ -288,7 +301,7 @@ def restore(engine: Any, state: bytes) -> Any:
     """Load what `capture` returned on another site, in place, and return `more`."""
     device = next(engine.module.parameters()).device
     saved = torch.load(io.BytesIO(state), weights_only=True, map_location=device)
-    for name, tensor in weights(engine).items():
+    for name, tensor in _held(engine).items():
         tensor.copy_(saved["weights"][name])
     base = engine.basic_optimizer
     for master, value, kept in zip(_masters(engine), saved["masters"], saved["optimizer"], strict=True):
@@ -301,8 +314,8 @@ def restore(engine: Any, state: bytes) -> Any:
                 known[key] = one
     for group, options in zip(base.param_groups, saved["groups"], strict=True):
         group.update(options)
-    if (scaler := getattr(engine.optimizer, "loss_scaler", None)) is not None:
-        vars(scaler).update(saved["scaler"])
+    for scaler, numbers in zip(_scalers(engine), saved["scalers"], strict=True):
+        vars(scaler).update(numbers)
     if engine.lr_scheduler is not None:
         engine.lr_scheduler.load_state_dict(saved["scheduler"])
     for name, value in saved["counters"].items():

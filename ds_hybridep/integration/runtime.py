@@ -32,6 +32,7 @@ from ds_hybridep.integration.supported import check_optimizer
 from ds_hybridep.kernels import Kernels
 from ds_hybridep.sync.dense import GroupSync
 from ds_hybridep.sync.gradients import StepChanges
+from ds_hybridep.sync.messages import squared_norm
 from ds_hybridep.sync.undelivered import Target, Undelivered, UndeliveredGradients
 from ds_hybridep.tokens.layer import LayerStats
 from ds_hybridep.transport.channels import Transport
@@ -206,6 +207,7 @@ class HybridRuntime:
     def undelivered_norm(self) -> float:
         """L2 norm of the gradients that this rank has kept back."""
         squares = [feedback.gradients.squared_residual() for feedback in self.codecs.feedbacks]
+        squares += [squared_norm(one.values) for one in self.codecs.waiting.records()]
         return math.sqrt(math.fsum([*squares, *(sync.memory.squared_residual for sync in self.syncs.values())]))
 
     def describe(self) -> str:
@@ -299,14 +301,14 @@ class EngineStep:
         finally:
             if dense is not None:
                 dense.after_step()
-        if sites is not None:
-            sites.after_step(was_applied=self.engine._step_applied)
         # Dense parameters and experts travel together.  Experts of several groups must arrive before they are shipped.
         if dense is not None:
             dense.finish_gathers(of_experts_only=True)
         report = runtime.after_step(was_applied=self.engine._step_applied, ships=chosen is None)
         if dense is not None:
             dense.finish_gathers(of_experts_only=False)
+        if sites is not None:
+            sites.after_step(was_applied=self.engine._step_applied)
         if planner is not None:
             planner.after_step()
         if report is not None:

@@ -64,15 +64,17 @@ class Epochs:
     def _stay_in_touch(self) -> None:
         """Wait until the meeting point, which may make an epoch of the sites that are missing, knows of this site."""
         while True:
-            is_in_touch, wants_change = self._inside.broadcast(self._news())
+            is_in_touch, wants_change, refusal = self._inside.broadcast(self._news())
+            if refusal:
+                raise SiteError(refusal)
             self._needs_quorum = self._needs_quorum or wants_change
             if is_in_touch:
                 return
             time.sleep(LOOK_S)
 
-    def _news(self) -> tuple[bool, bool]:
+    def _news(self) -> tuple[bool, bool, str]:
         member = self._member
-        return (member.is_in_touch, member.wants_change) if member is not None else (True, False)
+        return (True, False, "") if member is None else (member.is_in_touch, member.wants_change, member.refusal)
 
     def _swap(self, packet: Tensor) -> tuple[list[Tensor], bool]:
         assert self._crossing is not None
@@ -105,6 +107,9 @@ class Epochs:
         self._coming = self._new_crossing(self.counters)
         addresses = self._inside.gather(self._coming.address)
         missed = self._inside.gather(sorted(self._crossing.missed) if self._crossing is not None else [])
+        if waits and self._crossing is not None:
+            self._crossing.close()  # nobody waits for more from this site: they call, too
+            self._crossing = None
         if self._member is not None:
             self._member.call(
                 step=self._engine.global_steps, complete=is_complete, is_ready=is_ready, addresses=addresses,
@@ -129,15 +134,18 @@ class Epochs:
         if answer["op"] == "error":
             raise SiteError(answer["text"])
         if answer["op"] == "left out":
-            raise SiteError(
-                f"the other sites went on without site '{self.site}', which is at step {self._engine.global_steps}; "
-                f"they are at step {answer['step']}; start this site again with the same command, and it joins them"
-            )
+            raise self._left_out()
         if answer["op"] == "epoch":
             self._open(answer)
         else:
             self._coming.close()
         return answer
+
+    def _left_out(self) -> SiteError:
+        return SiteError(
+            f"the other sites went on without site '{self.site}', which is at step {self._engine.global_steps}; start "
+            f"this site again with the same command, and it joins them"
+        )
 
     def _open(self, answer: dict[str, Any]) -> None:
         """Leave the connections of the last epoch for those of the next."""

@@ -7,7 +7,6 @@ after it       what codecs left out is kept, or restored if the step was skipped
 """
 
 import hashlib
-import itertools
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -19,6 +18,7 @@ from torch import Tensor
 from ds_hybridep.codecs import make_codec
 from ds_hybridep.config import HybridEPConfig
 from ds_hybridep.config_codecs import recommended_codecs
+from ds_hybridep.errors import CommunicationError
 from ds_hybridep.integration import owned
 from ds_hybridep.integration.log import log_dist
 from ds_hybridep.integration.site_epochs import Epochs
@@ -94,6 +94,8 @@ def _compared(calls: Mapping[str, Mapping[str, Any]]) -> tuple[str, list[str]]:
     A member that has caught up is left out: it called before it had come to the step of the others.
     """
     old = {name: (call["step"], call["digest"]) for name, call in calls.items() if not call["is_ready"]}
+    if not old:  # those who had given them the state have gone
+        return next(iter(calls)), []
     newest = max(step for step, _ in old.values())
     lead = next(name for name, (step, _) in old.items() if step == newest)
     return lead, [name for name, state in old.items() if state != old[lead]]
@@ -128,7 +130,11 @@ class SiteSync(Epochs):
             self._local = LocalSteps(masters, every, home)
         self._is_replaying = False
         if self.is_running:
-            self._catch_up()
+            try:
+                self._catch_up()
+            except BaseException:
+                self.close()
+                raise
 
     # -- around the optimizer step ----------------------------------------------------------------------------------
 
@@ -166,8 +172,8 @@ class SiteSync(Epochs):
         changes = self._packets.changes
         self._has_caught_up = self._has_caught_up and self._is_replaying
         if self._local is not None:
-            fragment = None if self._is_replaying else self._local.due(self._engine.global_steps)
-            if fragment is not None:
+            if not self._is_replaying:
+                fragment = self._local.due(self._engine.global_steps)
                 deltas = self._local.deltas(fragment)
                 self._average(deltas, 1.0)
                 self._outer_step(fragment, deltas)
@@ -224,6 +230,8 @@ class SiteSync(Epochs):
         self._needs_quorum = answer["op"] == "commit"
         if self._needs_quorum:
             return False
+        if self.site not in self.members:
+            raise self._left_out()
         lead, differ = _compared({name: answer["calls"][name] for name in self.members})
         assert self._crossing is not None
         if self.site == lead and (differ or answer["observers"]):
@@ -258,9 +266,17 @@ class SiteSync(Epochs):
         began = time.monotonic()
         while (target := self._follow()) is None:
             pass
-        self._is_replaying = self._needs_quorum = False
-        if self._local is not None and target >= 0:
+        self._is_replaying = False
+        if target < 0:
+            self._needs_quorum = True  # other sites may have come to the start meanwhile
+            return
+        self._needs_quorum = False
+        if self._local is not None:
             self._reach(target)
+        # The state was taken inside a step, which this site makes itself; with local steps, that step is behind it.
+        num_micro_steps = self._engine.gradient_accumulation_steps()
+        extra = self._engine.micro_steps % num_micro_steps
+        self._engine.micro_steps += -extra if self._local is None else -extra % num_micro_steps
         self._has_caught_up = True
         step, spent_s = self._engine.global_steps, time.monotonic() - began
         log_dist(f"hybridep: site '{self.site}' joined at step {step}, after {spent_s:.1f} s", ranks=[0], level=30)
@@ -274,9 +290,15 @@ class SiteSync(Epochs):
         if self.site in self.members:
             return -1
         assert self._crossing is not None
-        observed, calls = self._crossing, answer["calls"]
-        lead = max(self.members, key=lambda name: calls[name]["step"])
-        self._restore(observed.receive_state(lead))
+        observed = self._crossing
+        lead, _ = _compared({name: answer["calls"][name] for name in self.members})
+        try:
+            state = observed.receive_state(lead)
+        except CommunicationError:
+            state = b""
+        if not self._inside.all(bool(state)):
+            return None
+        self._restore(state)
         self._is_replaying, self._is_at_exchange = True, True
         has_called = False
         target: int | None = None
@@ -298,7 +320,10 @@ class SiteSync(Epochs):
                 self._crossing = None  # the old connections stay open until all packets have come
                 answer = self._hear(PAUSE_S) or {}
                 if answer.get("op") == "epoch":
-                    target = max(call["step"] for call in answer["calls"].values() if not call["is_ready"])
+                    steps = [call["step"] for call in answer["calls"].values() if not call["is_ready"]]
+                    target = max(steps, default=self._next()[0])
+            elif not self._inside.all(all(one.failure() is None for _, one in waiting)):
+                raise self._left_out()  # packets before that step are lost
             else:
                 time.sleep(PAUSE_S)
         observed.close()
@@ -317,8 +342,8 @@ class SiteSync(Epochs):
         """Return the step of the next packet, and its fragment."""
         if self._local is None:
             return self._engine.global_steps, 0
-        steps = itertools.count(self._engine.global_steps if self._is_at_exchange else self._reached + 1)
-        return next((step, fragment) for step in steps if (fragment := self._local.due(step)) is not None)
+        step = self._engine.global_steps if self._is_at_exchange else self._reached + 1
+        return step, self._local.due(step)
 
     def _reach(self, step: int) -> None:
         """Begin local steps from the common weights, at the exchange that the other sites have come to."""

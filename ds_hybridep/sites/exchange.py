@@ -55,6 +55,7 @@ class Crossing:
         self.members: list[str] = []
         self.observers: list[str] = []
         self.missed: set[str] = set()  # sites that an exchange did not reach
+        self._has_failed = False  # a packet is missing; nothing more is exchanged
 
     def open(self, epoch: int, members: list[str], observers: list[str], addresses: Mapping[str, Address]) -> None:
         """Connect with the counterparts; those that are not reached are in `missed`."""
@@ -69,7 +70,8 @@ class Crossing:
             try:
                 self._link.connect({self._index(name): (host, port)})
             except CommunicationError:
-                self.missed.add(name)
+                if name in members:
+                    self._fail(name)
 
     @property
     def others(self) -> list[str]:
@@ -94,8 +96,7 @@ class Crossing:
         return bool(said[:, 0].all()), bool(said[:, 1].any()) or not is_equal
 
     def _swap(self, channel: str, packet: Tensor) -> list[Tensor]:
-        if self.missed:
-            raise CommunicationError(f"site '{self._site}' does not reach {sorted(self.missed)}")
+        self._check()
         began, sends, received = time.monotonic(), [], {self._site: packet}
         waiting = {}
         for name in self.others:
@@ -109,7 +110,7 @@ class Crossing:
                     self._counters.sent_bytes += packet.nbytes
                 except CommunicationError:
                     if name in self.members:
-                        self.missed.add(name)
+                        self._fail(name)
         for name, handle in waiting.items():
             try:
                 view = handle.wait()
@@ -117,14 +118,24 @@ class Crossing:
                     raise CommunicationError(f"a packet of {len(view)} bytes came instead of {packet.nbytes}")
                 self._counters.received_bytes += packet.nbytes
             except CommunicationError:
-                self.missed.add(name)
+                self._fail(name)
             now = time.monotonic()
             self._counters.waited_s += now - began
             self._counters.waited_for[name] = self._counters.waited_for.get(name, 0.0) + now - began
             began = now
-        if self.missed:
-            raise CommunicationError(f"site '{self._site}' does not reach {sorted(self.missed)}")
+        self._check()
         return [received[name] for name in self.members]
+
+    def _check(self) -> None:
+        if self._has_failed:
+            raise CommunicationError(f"site '{self._site}' lacks packets; not reached: {sorted(self.missed)}")
+
+    def _fail(self, name: str) -> None:
+        """Note that nothing comes of a site any more; one that has left these connections is reached all the same."""
+        self._has_failed = True
+        peer = self._link.peers.get(self._index(name))
+        if peer is None or not peer.has_left:
+            self.missed.add(name)
 
     def send_state(self, name: str, state: bytes) -> None:
         """Start to send a state to a site."""
@@ -135,7 +146,8 @@ class Crossing:
                 channel.send(rank, memoryview(state)[at : at + CHUNK_BYTES])
                 self._counters.sent_bytes += min(CHUNK_BYTES, len(state) - at)
         except CommunicationError:
-            self.missed.add(name)
+            if name in self.members:
+                self._fail(name)
 
     def receive_state(self, name: str) -> bytes:
         """Return the state that a site sends.  Raises CommunicationError if it does not come whole."""

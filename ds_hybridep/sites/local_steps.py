@@ -38,14 +38,9 @@ class LocalSteps:
         self._common = [[home.store(t.detach().clone()) for one in f for t in one.tensors] for f in self._fragments]
         self._momentum = [[home.store(torch.zeros_like(t)) for one in f for t in one.tensors] for f in self._fragments]
 
-    def due(self, step: int) -> int | None:
-        """Return the fragment that is exchanged after step number `step` (the first is 1), or None."""
-        position = step % self._every
-        found = [i for i in range(len(self._fragments)) if self._turn(i) == position]
-        return found[0] if found else None
-
-    def _turn(self, fragment: int) -> int:
-        return (fragment + 1) * self._every // len(self._fragments) % self._every
+    def due(self, step: int) -> int:
+        """Return the fragment that is exchanged after step number `step`; on this rank it may be empty."""
+        return step % self._every
 
     def deltas(self, fragment: int) -> list[OwnedSlice]:
         """Return how far this site has come since the last exchange of a fragment, in new memory."""
@@ -96,14 +91,14 @@ class LocalSteps:
 
 
 def _cut(owned: Sequence[OwnedSlice], num_fragments: int) -> list[list[OwnedSlice]]:
-    """Return at most so many fragments of about equal size, each of whole spans; the same on all sites."""
+    """Return so many fragments of about equal size, each of whole spans, some empty; the same on all sites."""
     pieces: list[tuple[Span, Tensor, bool]] = [
         (span, tensor, one.is_expert) for one in owned for span, tensor in zip(one.spans, one.tensors, strict=True)
     ]
     total, seen = sum(tensor.numel() for _, tensor, _ in pieces), 0
-    fragments: dict[int, list[OwnedSlice]] = {}
+    fragments: list[list[OwnedSlice]] = [[] for _ in range(num_fragments)]
     for span, tensor, is_expert in pieces:
         index = min(seen * num_fragments // max(total, 1), num_fragments - 1)
-        fragments.setdefault(index, []).append(OwnedSlice((span,), (tensor,), is_expert))
+        fragments[index].append(OwnedSlice((span,), (tensor,), is_expert))
         seen += tensor.numel()
-    return [fragments[index] for index in sorted(fragments)]
+    return fragments

@@ -15,7 +15,6 @@ A member that has all packets of a step which another member has already applied
 """
 
 import asyncio
-import contextlib
 import hmac
 import json
 import ssl
@@ -31,6 +30,9 @@ HANDSHAKE_S = 10.0
 TICK_S = 0.25
 GRACE_S = 3.0  # after its connection ended, a site that the others do not reach either is gone
 MOST_TRIES = 2  # of one set of members at one step, before a site that others do not reach is left out
+
+
+_CALL = {"step": int, "complete": bool, "is_ready": bool, "missed": list, "addresses": list, "digest": str}
 
 
 @dataclass
@@ -63,12 +65,13 @@ class Meeting:
         self._settings: dict[str, Any] = {}
         self._tried: tuple[int, tuple[str, ...], int] = (0, (), 0)  # step, members, how often
         self._first_call_at = 0.0
+        self._adopted_at = float("-inf")  # when members were learned from a site
         self._log = log
 
     @property
     def is_running(self) -> bool:
         """True while a member of the last epoch is there."""
-        return any(name in self.sites for name in self.members)
+        return any(name in self.sites and self.sites[name].is_connected for name in self.members)
 
     # -- events -----------------------------------------------------------------------------------------------------
 
@@ -76,6 +79,9 @@ class Meeting:
         """Take a site in; returns it, or None and the reason."""
         self._drop_gone()
         name, names, instance = said["site"], said["names"], said["instance"]
+        kinds = {"site": str, "names": list, "settings": dict, "instance": str, "epoch": int, "members": list}
+        if not all(isinstance(said[key], kind) for key, kind in kinds.items()) or not 0 < float(said["wait_s"]) < 1e9:
+            raise ValueError("not a site's first message")
         known = self.sites.get(name)
         if name not in names:
             return None, f"site '{name}' is not one of sites.names, {names}; correct HYBRIDEP_SITE"
@@ -93,9 +99,12 @@ class Meeting:
                     other.send({"op": "note", "text": f"{text}; it was refused"})
                 return None, f"{text}; use the same model and settings on all sites"
         self._settings, self._names = said["settings"], names
-        if said["epoch"] >= self.epoch and not self.is_running:  # this meeting point was restarted, or out of reach
-            self.epoch, self.members = said["epoch"], said["members"]
-        elif said["epoch"] != self.epoch and name in self.members:
+        if 0 < said["epoch"] < self.epoch and name not in self.members:
+            return None, f"the other sites went on without site '{name}'; start it again with the same command"
+        if said["epoch"] > self.epoch or (0 < said["epoch"] == self.epoch and not self.members):
+            # This meeting point was restarted, or out of reach: other members may still come.
+            self.epoch, self.members, self._adopted_at = said["epoch"], list(said["members"]), time.monotonic()
+        elif said["epoch"] == 0 and name in self.members and (known is None or known.instance != instance):
             self.members.remove(name)  # another process, which has the state of a start
         site = Site(name, instance, float(said["wait_s"]), send)
         if known is not None and known.instance == instance:
@@ -105,9 +114,13 @@ class Meeting:
         return site, ""
 
     def hear(self, site: Site, said: dict[str, Any]) -> None:
-        """Take a message of a site."""
+        """Take a message of a site.  Raises ValueError for one that makes no sense, or if the site was given up."""
+        if self.sites.get(site.name) is not site:
+            raise ValueError(f"site '{site.name}' was given up; it may come again")
         site.heard_at = time.monotonic()
         if said["op"] == "quorum":
+            if not all(isinstance(said[key], kind) for key, kind in _CALL.items()):
+                raise ValueError("not a call")
             site.call, site.was_told = said, False
             self._first_call_at = self._first_call_at or site.heard_at
             self.tick()
@@ -163,7 +176,9 @@ class Meeting:
             if not self.sites[name].was_told:
                 self.sites[name].send({"op": "change"})
                 self.sites[name].was_told = True
-        if waiting or 2 * len(there) < len(self.members):
+        newest_wait_s = max(site.wait_s for site in calling.values())
+        may_come = len(there) < len(self.members) and time.monotonic() - self._adopted_at < newest_wait_s
+        if waiting or may_come or 2 * len(there) < len(self.members):
             return
         calls = {name: site.call for name, site in calling.items() if site.call is not None}
         newest = max(calls[name]["step"] for name in there)
@@ -223,25 +238,33 @@ async def serve(
     log: Callable[[str], None] = lambda _: None, on_ready: Callable[[int], None] = lambda _: None,
 ) -> None:  # fmt: skip
     """Run a meeting point until cancelled.  on_ready: called with the port that it listens on (port 0: any)."""
-    meeting, strangers = Meeting(log), 0
+    meeting = Meeting(log)
+    strangers: dict[asyncio.StreamWriter, None] = {}  # in the order in which they came
 
     async def connected(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        nonlocal strangers
         site = None
-        with contextlib.suppress(OSError, EOFError, TimeoutError, asyncio.TimeoutError, ValueError, KeyError):
-            strangers += 1
+        try:
+            strangers[writer] = None
+            if len(strangers) > MAX_STRANGERS:
+                next(iter(strangers)).transport.abort()
             try:
-                if strangers <= MAX_STRANGERS:
-                    site = await asyncio.wait_for(_admit(meeting, secret, reader, writer), HANDSHAKE_S)
+                site = await asyncio.wait_for(_admit(meeting, secret, reader, writer), HANDSHAKE_S)
             finally:
-                strangers -= 1
+                del strangers[writer]
             while site is not None:
                 meeting.hear(site, await _receive(reader))
-        if site is not None:
-            meeting.lose(site)
-        writer.close()
+        except (OSError, EOFError, TimeoutError, asyncio.TimeoutError, ValueError, KeyError, TypeError) as error:
+            if site is not None:
+                log(f"the connection of site '{site.name}' has ended: {type(error).__name__}: {error}")
+        finally:
+            if site is not None:
+                meeting.lose(site)
+            writer.close()
 
-    server = await asyncio.start_server(connected, host, port, ssl=context, limit=2**16, backlog=MAX_STRANGERS)
+    limits = {} if context is None else {"ssl_handshake_timeout": HANDSHAKE_S}
+    server = await asyncio.start_server(
+        connected, host, port, ssl=context, limit=2**16, backlog=MAX_STRANGERS, **limits
+    )
     on_ready(server.sockets[0].getsockname()[1])
     async with server:
         while True:

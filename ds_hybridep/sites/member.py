@@ -94,6 +94,11 @@ class Member:
             return answer
 
     @property
+    def refusal(self) -> str:
+        """Why the meeting point does not take this site back; empty if it does."""
+        return self.trouble if self._is_closed else ""
+
+    @property
     def is_in_touch(self) -> bool:
         """True if the meeting point cannot have given this site up."""
         return time.monotonic() - self.heard_at < self._wait_s / 2

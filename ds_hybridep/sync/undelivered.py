@@ -83,6 +83,14 @@ class _Waiting:
     is_added: bool = False  # to the gradient of the step that is under way
     handle: Any = None
 
+    def add(self, run: Undelivered) -> None:
+        """Let a run wait; with one of the same place it becomes one."""
+        same = (one for one in self.runs if (one.start, one.values.numel()) == (run.start, run.values.numel()))
+        if (known := next(same, None)) is not None:
+            known.values.add_(run.values)
+        else:
+            self.runs.append(run)
+
 
 class UndeliveredGradients:
     """What waits at this rank's parameters; nothing at first.
@@ -104,6 +112,7 @@ class UndeliveredGradients:
         self._find_targets, self._num_ranks, self._changes = targets, num_ranks, changes
         self._is_boundary, self._loss_scale = is_boundary, loss_scale
         self._waiting: list[_Waiting] = []
+        self.is_in_use = False  # equal on all ranks: whether anything was handed over
 
     def _targets(self) -> dict[str, list[Target]]:
         """Return this rank's parameters by name."""
@@ -133,6 +142,7 @@ class UndeliveredGradients:
 
     def add(self, records: Iterable[Undelivered]) -> None:
         """Let more wait for the next gradients; what is for parameters of other ranks is ignored."""
+        self.is_in_use = True
         targets = self._targets()
         at = {(one.target.name, one.target.start): one for one in self._waiting if not one.is_added}
         for record in records:
@@ -143,7 +153,7 @@ class UndeliveredGradients:
                     at[target.name, target.start] = waiting
                     values = record.values[first - record.start : last - record.start]
                     values = values.to(target.parameter.device, torch.float32, copy=True)
-                    waiting.runs.append(Undelivered(target.name, first, values))
+                    waiting.add(Undelivered(target.name, first, values))
 
     def _wait_at(self, target: Target) -> _Waiting:
         parameter, waiting = target.parameter, _Waiting(target, [])
@@ -159,13 +169,25 @@ class UndeliveredGradients:
             return None
         waiting.is_added = True
         undo = partial(setattr, waiting, "is_added", False)
-        self._changes.note(waiting, undo, partial(self._drop, waiting))
         scale = self._num_ranks * self._loss_scale()
         total = gradient.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
         for run in waiting.runs:
             first = run.start - waiting.target.start
             total.view(-1)[first : first + run.values.numel()].add_(run.values, alpha=scale)
+        rest = None
+        if gradient.dtype == torch.float16:  # what does not fit waits for the next step
+            limit = torch.finfo(torch.float16).max / 2
+            fitting = torch.where(gradient.isfinite(), total.clamp(-limit, limit), total)
+            rest, total = (total - fitting).nan_to_num(0.0, 0.0, 0.0).view(-1) / scale, fitting
+        self._changes.note(waiting, undo, partial(self._added, waiting, rest))
         return total.to(gradient.dtype)
+
+    def _added(self, waiting: _Waiting, rest: Tensor | None) -> None:
+        """The step was applied: only `rest`, flat, still waits."""
+        if rest is None or not bool(rest.any()):
+            self._drop(waiting)
+        else:
+            waiting.is_added, waiting.runs = False, [Undelivered(waiting.target.name, waiting.target.start, rest)]
 
     def _drop(self, waiting: _Waiting) -> None:
         waiting.handle.remove()

@@ -40,8 +40,8 @@ class Sites:
         return why
 
     def call(self, name: str, step: int, **more: Any) -> None:
-        said = {"op": "quorum", "step": step, "complete": False, "is_ready": False, "missed": [], "digest": ""}
-        self.meeting.hear(self.known[name], {**said, **more})
+        said = {"step": step, "complete": False, "is_ready": False, "missed": [], "addresses": [], "digest": ""}
+        self.meeting.hear(self.known[name], {"op": "quorum", **said, **more})
 
     def die(self, name: str) -> None:
         self.meeting.lose(self.known[name])
@@ -113,9 +113,7 @@ def test_of_two_sites_the_one_that_reaches_the_meeting_point_goes_on(clock: Cloc
     sites.call("a", 5, missed=["b"])
     sites.pass_s(11, "a")
     assert sites.said("a")["members"] == ["a"]
-    sites.call("b", 5, missed=["a"]) if sites.come("b", epoch=1, members=["a", "b"]) == "" else None
-    sites.pass_s(1, "ab")
-    assert sites.said("b").get("members") != ["b"], "it must not go on from step 5 by itself"
+    assert "went on without" in sites.come("b", epoch=1, members=["a", "b"]), "it must not go on from step 5 by itself"
 
 
 def test_one_of_three_never_goes_on_by_itself(clock: Clock) -> None:
@@ -192,6 +190,62 @@ def test_a_meeting_point_that_was_restarted_learns_of_the_epoch(clock: Clock) ->
     sites.call("a", 40)
     assert sites.said("a")["epoch"] == 8
     assert (sites.said("a")["members"], sites.said("a")["observers"]) == (["a"], ["b"])
+
+
+def test_the_first_to_come_back_to_a_new_meeting_point_waits_for_the_other_members(clock: Clock) -> None:
+    sites = Sites(["a", "b"], clock)
+    sites.come("b", epoch=3, members=["a", "b"])  # a went on without it in epoch 4
+    sites.call("b", 5)
+    sites.pass_s(5, "b")
+    assert sites.said("b") == {}
+    sites.come("a", epoch=4, members=["a"])
+    sites.call("a", 50)
+    sites.pass_s(11, "ab")
+    assert sites.said("a")["members"] == ["a"]
+
+
+def test_a_site_alone_that_was_out_of_reach_does_not_go_on_beside_one_that_began_anew(clock: Clock) -> None:
+    sites = begun(clock, ["a", "b"])
+    sites.call("a", 5, missed=["b"])
+    sites.pass_s(11, "a")
+    sites.pass_s(11)  # a is out of reach
+    assert sites.come("b", instance="2") == ""
+    sites.call("b", 0)
+    sites.pass_s(11, "b")
+    assert sites.said("b")["members"] == ["b"]
+    assert "went on without" in sites.come("a", epoch=2, members=["a"])
+
+
+def test_sites_that_were_killed_together_begin_together_again(clock: Clock) -> None:
+    sites = begun(clock, ["a", "b"], step=9)
+    sites.die("a")
+    sites.die("b")
+    sites.come("a", instance="2")
+    assert not sites.meeting.is_running, "a must not wait for the state of b"
+    sites.come("b", instance="2")
+    sites.call("a", 5)
+    sites.call("b", 5)
+    assert sites.said("a")["members"] == sites.said("b")["members"] == ["a", "b"]
+
+
+def test_a_site_that_was_given_up_is_not_heard_any_more(clock: Clock) -> None:
+    sites = begun(clock, ["a", "b"])
+    sites.pass_s(61)  # the meeting point was stopped
+    with pytest.raises(ValueError, match="may come again"):
+        sites.call("a", 5)
+    assert sites.come("a", epoch=1, members=["a", "b"]) == ""
+    assert sites.come("b", epoch=1, members=["a", "b"]) == ""
+    sites.call("a", 5)
+    sites.call("b", 5)
+    assert sites.said("a")["members"] == ["a", "b"]
+
+
+@pytest.mark.parametrize("said", [{"op": "quorum"}, {"op": "quorum", "step": "x"}])
+def test_a_call_that_makes_no_sense_is_refused(clock: Clock, said: dict[str, Any]) -> None:
+    sites = begun(clock, ["a", "b"])
+    with pytest.raises((ValueError, KeyError)):
+        sites.meeting.hear(sites.known["a"], said)
+    sites.pass_s(1, "ab")
 
 
 @pytest.mark.parametrize(
