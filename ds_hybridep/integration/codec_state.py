@@ -157,7 +157,6 @@ class CodecState:
             feedback.gradients.forget()
         for sync in self._syncs.values():
             sync.memory.forget()
-            sync.drop_waiting()
 
     @property
     def _groups(self) -> dict[str, GroupSync]:

@@ -70,7 +70,8 @@ def open_link(cluster: Cluster, generation: int, settings: LinkSettings) -> "Job
         link = next((one for one in _links if one.has(options, settings)), None)
         if link is None:
             for unused in [one for one in _links if not one.num_users]:
-                unused.close()  # its port may be the last one, and others must know that it has ended
+                if settings.ports is not None:
+                    unused.close()  # its port may be the last one
                 _links.remove(unused)
             # The first one to write it makes the secret of the job.
             secret = store.compare_set("ds_hybridep/link/secret", "", secrets.token_hex(32))
