@@ -120,7 +120,8 @@ class Door:
 
     def _is_same(self, peer: Peer, theirs: Claims) -> bool:
         """Return False if the peer is gone, also because another process has taken its place."""
-        peer.instance = peer.instance or theirs.instance
+        if not peer.is_begun:  # what an earlier link of the rank had still under way may have come first
+            peer.instance = theirs.instance
         if peer.instance != theirs.instance:
             peer.end("its process was restarted, and what it had sent and received is lost")
         return peer.state is not State.GONE

@@ -96,6 +96,11 @@ class Peer:
         self._beaten_at = 0.0
         self._ticked_at = time.monotonic()
 
+    @property
+    def is_begun(self) -> bool:
+        """True once a lane of messages has had a connection."""
+        return any(lane.num_connections for lane in self._messages)
+
     def is_connected(self) -> bool:
         """Return True if every lane has had a connection."""
         return all(lane.num_connections for lane in self.lanes)

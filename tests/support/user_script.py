@@ -41,3 +41,4 @@ for step in range(args.steps):
 print(f"rank {rank} has finished")
 if rank == 0:
     print("losses", json.dumps(losses), flush=True)
+dist.destroy_process_group()  # else torch's threads may still run as the process ends, which then aborts
