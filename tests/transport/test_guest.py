@@ -2,6 +2,7 @@
 """Scripts of users run beside the watch as they run without it: same output, same exit status, same files."""
 
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -9,7 +10,7 @@ import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -145,9 +146,18 @@ def run_script(
 def run_both(script: str, folder: Path, **how: tuple[str, signal.Signals]) -> tuple[Ended, Ended]:
     """The ends of a script without the watch and with it."""
     with ThreadPoolExecutor(2) as at_once:
-        plain = at_once.submit(run_script, script, folder / "plain", **how)
-        watched = at_once.submit(run_script, script, folder / "watched", is_watched=True, **how)
+        plain = at_once.submit(run_until_torch_ends, script, folder / "plain", **how)
+        watched = at_once.submit(run_until_torch_ends, script, folder / "watched", is_watched=True, **how)
         return plain.result(), watched.result()
+
+
+def run_until_torch_ends(script: str, folder: Path, **how: Any) -> Ended:
+    """Run a script again, twice at most, if torch has aborted: seldom, plain ones too, as gloo's threads still run."""
+    for _ in range(2):
+        if -signal.SIGABRT not in (ended := run_script(script, folder, **how)).statuses:
+            return ended
+        shutil.rmtree(folder)
+    return run_script(script, folder, **how)
 
 
 # -- scripts that go well ---------------------------------------------------------------------------------------
