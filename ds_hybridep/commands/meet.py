@@ -7,6 +7,7 @@ import contextlib
 import time
 from pathlib import Path
 
+from ds_hybridep.errors import ConfigError
 from ds_hybridep.link import TLS, read_secret
 from ds_hybridep.sites.meeting import serve
 
@@ -25,6 +26,10 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
 def run(arguments: argparse.Namespace) -> int:
     """Serve until interrupted."""
     files = arguments.certificate, arguments.key, arguments.authority
+    if any(files) and not all(files):
+        raise ConfigError(
+            "meet: TLS needs all of --certificate, --key and --authority; give the missing ones, or none"
+        )
     context = TLS(*files).contexts()[1] if all(files) else None
     secret = read_secret(arguments.secret_file, "--secret-file")
     with contextlib.suppress(KeyboardInterrupt):

@@ -70,6 +70,8 @@ def attach(engine: Any, config: Mapping[str, Any] | HybridEPConfig | None = None
         attachment.bind_plan()
         if getattr(engine, "micro_steps", 0) > 0:
             attachment.ship_partitioned()
+        if attachment.optimizer is not None:  # the engine is made; otherwise `finish_start` does it
+            attachment.join_sites()
     except BaseException:
         attachment.unbind(has_failed=True)
         raise

@@ -38,7 +38,6 @@ class Crossing:
     Args:
         names: all sites; the index of a site is its rank on the link.
         rank: of this process in its site.
-        round: number of the call for a quorum; on all sites of an epoch it is found in the epoch's answer.
     """
 
     def __init__(

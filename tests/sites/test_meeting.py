@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which sites the meeting point lets go on, without connections and without waiting."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from ds_hybridep.commands.main import main
 from ds_hybridep.sites import meeting as meeting_module
 from ds_hybridep.sites.meeting import Meeting, Site
 
@@ -261,3 +263,10 @@ def test_who_does_not_fit_is_told_why(clock: Clock, more: dict[str, Any], says: 
     sites = Sites(["a", "b"], clock)
     sites.come("a")
     assert says in sites.come(more.pop("name"), **more)
+
+
+def test_half_of_the_files_for_tls_are_not_ignored(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "secret").write_text("x" * 20)
+    status = main(["meet", "--port", "1", "--secret-file", str(tmp_path / "secret"), "--certificate", "a.pem"])
+    assert status == 2
+    assert "TLS needs all of --certificate, --key and --authority" in capsys.readouterr().err

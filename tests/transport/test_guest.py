@@ -146,13 +146,13 @@ def run_script(
 def run_both(script: str, folder: Path, **how: tuple[str, signal.Signals]) -> tuple[Ended, Ended]:
     """The ends of a script without the watch and with it."""
     with ThreadPoolExecutor(2) as at_once:
-        plain = at_once.submit(run_until_torch_ends, script, folder / "plain", **how)
-        watched = at_once.submit(run_until_torch_ends, script, folder / "watched", is_watched=True, **how)
+        plain = at_once.submit(run_plain, script, folder / "plain", **how)
+        watched = at_once.submit(run_script, script, folder / "watched", is_watched=True, **how)
         return plain.result(), watched.result()
 
 
-def run_until_torch_ends(script: str, folder: Path, **how: Any) -> Ended:
-    """Run a script again, twice at most, if torch has aborted: seldom, plain ones too, as gloo's threads still run."""
+def run_plain(script: str, folder: Path, **how: Any) -> Ended:
+    """Run a script without the watch, again twice at most if torch aborts: seldom, as gloo's threads still run."""
     for _ in range(2):
         if -signal.SIGABRT not in (ended := run_script(script, folder, **how)).statuses:
             return ended
