@@ -140,7 +140,7 @@ def _workload(params: Mapping[str, Any]) -> Workload:
         width = 0
     model = MoEModel(
         name="byte model", hidden=hidden, num_experts=experts, top_k=params["top_k"], num_moe_layers=layers,
-        expert_params=8 * hidden * hidden + 5 * hidden, dense_params=dense, active_dense_params=active,
+        expert_shapes=((8 * hidden * hidden + 5 * hidden,),), dense_shapes=((dense,),), active_dense_params=active,
         attention_width=width,
     )  # fmt: skip
     return Workload(
@@ -156,8 +156,9 @@ def _layout(params: Mapping[str, Any]) -> Layout:
     cluster = Cluster(tuple(Level(f"level{index}", size) for index, size in enumerate(sizes)))
     partition = Partition.build(cluster, range(cluster.num_ranks), domain_sizes)
     exchange = choose_exchange(
-        partition, cluster, params["experts"], params["top_k"], params["hidden"] * 4, CHOSEN_FOR_TOKENS
-    )
+        partition, num_experts=params["experts"], top_k=params["top_k"], row_bytes=params["hidden"] * 4,
+        num_tokens=CHOSEN_FOR_TOKENS,
+    )  # fmt: skip
     return Layout(
         spans=(1, *sizes[1:]) if plan == INSIDE else sizes, domain_sizes=domain_sizes,
         codecs=(LevelCodecs(),) * len(sizes), exchange=exchange, is_padded=not is_ours,

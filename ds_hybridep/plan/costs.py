@@ -8,7 +8,7 @@ from typing import Literal
 from ds_hybridep.errors import PlanError
 from ds_hybridep.plan.cluster import Cluster
 from ds_hybridep.plan.depth import return_depth
-from ds_hybridep.plan.layout import Layout, Rates
+from ds_hybridep.plan.layout import IDENTITY, Layout, Rates
 from ds_hybridep.plan.packets import Part
 from ds_hybridep.plan.slots import part_of
 from ds_hybridep.plan.token_route import expected_rows
@@ -69,7 +69,8 @@ def experts_per_rank(layout: Layout, workload: Workload) -> int:
 
 def has_patches(layout: Layout) -> bool:
     """True if owned weights leave as patches over some level."""
-    return any(layout.codecs[level].weight.is_lossless_encoding for level in layout.gather_levels)
+    weights = (layout.codecs[level].weight for level in layout.gather_levels)
+    return any(weight != IDENTITY and not weight.is_lossy for weight in weights)
 
 
 def lossy_weight_values(layout: Layout, workload: Workload) -> int:

@@ -15,7 +15,6 @@ from ds_hybridep.plan.costs import (
     layers_in_flight,
     lossy_weight_values,
 )
-from ds_hybridep.plan.depth import leaving_depth
 from ds_hybridep.plan.held import dense_parameters, shared_experts
 from ds_hybridep.plan.layout import Layout
 from ds_hybridep.plan.workload import ADAM_BYTES, MASTER_BYTES, Workload
@@ -225,7 +224,8 @@ def needs_of(
 
     # Once a layer's gradients are sent, new residuals take the place of its larger sums.
     in_flight = 0 if is_on_host else most("residuals", depth if accumulates else None)
-    leaving = None if accumulates else leaving_depth(num_levels, depth, prefetch_depth)
+    # Sums that cross one level are in a message as soon as their return starts; others may wait for earlier layers.
+    leaving = None if accumulates else prefetch_depth if num_levels == 1 else depth
     return MemoryNeeds(
         replicas=most("replicas"),
         codecs=most("codecs"),

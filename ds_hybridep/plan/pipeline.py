@@ -33,20 +33,19 @@ class Pipeline:
     """One step of a pipeline.
 
     bubble_s: idle seconds of the first stage.  border_bytes: bytes over one uplink in one direction.
-    memory: of the stage that needs most.  ahead: multiple of the forwards that 1F1B begins with.
+    memory: of the stage that needs most.
     """
 
     step_s: float
     bubble_s: float
     border_bytes: float
     memory: Memory
-    ahead: int
 
 
 def pipelines(
     cluster: Cluster, inside: Layout, workload: Workload, rates: Rates, whole: StepPrediction
 ) -> Iterator[Pipeline]:
-    """Yield the pipeline for each value of `ahead`.
+    """Yield the pipelines that begin with as many forwards as 1F1B, twice and three times as many.
 
     inside: layout of one child of level 0.  whole: step of that child alone, with all layers.
     """
@@ -67,7 +66,6 @@ def pipelines(
             bubble_s=busy_s - num_batches * (forward_s + backward_s),
             border_bytes=sent,
             memory=_memory(cluster, inside, workload, ahead),
-            ahead=ahead,
         )
 
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Simulations of several plans side by side: as a table, JSON, or a trace for Perfetto."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,8 +12,7 @@ from ds_hybridep.plan.cluster import Cluster
 from ds_hybridep.plan.layout import Layout, LevelCodecs
 from ds_hybridep.plan.planner import make_plan
 from ds_hybridep.plan.question import Question
-from ds_hybridep.simulate.events import Span
-from ds_hybridep.simulate.scenario import Assumptions, Deviation, Scenario
+from ds_hybridep.simulate.scenario import Scenario
 from ds_hybridep.simulate.simulator import SimulatedStep, simulate
 
 GIGA = 1e9
@@ -31,28 +30,18 @@ class SimulatedPlan:
     step: SimulatedStep
 
 
-@dataclass(frozen=True)
-class Conditions:
-    """Differences from levels and workload; zipf: expert n = 1, 2 ... gets rows in proportion to 1 / n^zipf."""
+def scenario_of(question: Question, layout: Layout, *, zipf: float | None = None, **conditions: Any) -> Scenario:
+    """A layout under conditions, which are fields of `Scenario`.
 
-    deviations: tuple[Deviation, ...] = ()
-    assumptions: Assumptions = Assumptions()
-    zipf: float | None = None
-    jitter: float = 0.0
-
-    def scenario(self, question: Question, layout: Layout) -> Scenario:
-        """A layout under these conditions."""
-        load = None
-        if self.zipf is not None:
-            load = tuple(1.0 / (1 + expert) ** self.zipf for expert in range(question.workload.model.num_experts))
-        return Scenario(
-            cluster=question.cluster, layout=layout, workload=question.workload, rates=question.rates,
-            sync=question.sync_of(layout), expert_load=load, deviations=self.deviations, assumptions=self.assumptions,
-            jitter=self.jitter,
-        )  # fmt: skip
-
-
-# ---- simulations ----
+    zipf: expert n = 1, 2 ... gets rows in proportion to 1 / n^zipf; None: even routing.
+    """
+    if zipf is not None:
+        experts = range(question.workload.model.num_experts)
+        conditions["expert_load"] = tuple(1.0 / (1 + expert) ** zipf for expert in experts)
+    return Scenario(
+        cluster=question.cluster, layout=layout, workload=question.workload, rates=question.rates,
+        sync=question.sync_of(layout), **conditions,
+    )  # fmt: skip
 
 
 def layouts_of(question: Question, domains: Sequence[tuple[int, ...]]) -> list[tuple[str, Layout, float]]:
@@ -71,21 +60,21 @@ def layouts_of(question: Question, domains: Sequence[tuple[int, ...]]) -> list[t
 
 def simulate_all(
     question: Question,
-    conditions: Conditions,
+    conditions: Mapping[str, Any],
     layouts: Sequence[tuple[str, Layout, float]],
     traced_ranks: Sequence[int] = (),
 ) -> list[SimulatedPlan]:
-    """Simulate every layout; only the first simulation traces ranks.  Shows progress if stderr is a terminal."""
+    """Simulate every layout; only the first simulation traces ranks.  Shows progress if stderr is a terminal.
+
+    conditions: as `scenario_of` takes them.
+    """
     results = []
     terminal = Console(stderr=True)
     shown = track(layouts, "simulating", console=terminal, disable=not terminal.is_terminal, transient=True)
     for number, (name, layout, lacking) in enumerate(shown):
-        step = simulate(conditions.scenario(question, layout), traced_ranks=() if number else traced_ranks)
+        step = simulate(scenario_of(question, layout, **conditions), traced_ranks=() if number else traced_ranks)
         results.append(SimulatedPlan(name, layout, lacking, step))
     return results
-
-
-# ---- output ----
 
 
 def table(question: Question, results: Sequence[SimulatedPlan]) -> str:
@@ -131,11 +120,9 @@ def chrome_trace(step: SimulatedStep) -> list[dict[str, Any]]:
     events: list[dict[str, Any]] = []
     for rank, spans in step.spans.items():
         events.append({"name": "process_name", "ph": "M", "pid": rank, "args": {"name": f"rank {rank}"}})
-        streams = list(dict.fromkeys(span.stream for span in sorted(spans, key=_stream_order)))
+        streams = sorted({span.stream for span in spans}, key=lambda stream: (stream != "compute", stream))
         for number, stream in enumerate(streams):
-            events.append(
-                {"name": "thread_name", "ph": "M", "pid": rank, "tid": number, "args": {"name": stream}}
-            )  # fmt: skip
+            events.append({"name": "thread_name", "ph": "M", "pid": rank, "tid": number, "args": {"name": stream}})
         events += [
             {
                 "name": span.label, "ph": "X", "pid": rank, "tid": streams.index(span.stream),
@@ -144,7 +131,3 @@ def chrome_trace(step: SimulatedStep) -> list[dict[str, Any]]:
             for span in spans
         ]  # fmt: skip
     return events
-
-
-def _stream_order(span: Span) -> tuple[bool, str]:
-    return span.stream != "compute", span.stream

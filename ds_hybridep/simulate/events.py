@@ -190,7 +190,7 @@ class Engine:
                     return
             elif isinstance(instruction, Post):
                 self._post(actor, instruction.operation)
-            elif not self._has_arrived(actor, instruction.operation):
+            elif not self._of(instruction.operation).is_arrived[actor]:
                 self._of(instruction.operation).waiting.add(actor)
                 self._waiting_since[actor] = self._now_s
                 return
@@ -218,9 +218,6 @@ class Engine:
             self._progress[index] = _Progress(index, operation, self._num_actors, flows_of)
         return self._progress[index]
 
-    def _has_arrived(self, actor: int, index: int) -> bool:
-        return bool(self._of(index).is_arrived[actor])
-
     def _post(self, actor: int, index: int) -> None:
         queue = self._queues.setdefault((actor, self._operations[index].channel), deque())
         queue.append(index)
@@ -231,7 +228,7 @@ class Engine:
         """Begin an operation that is at the head of its channel, unless it must wait for another one."""
         progress = self._of(index)
         after = progress.operation.after
-        if after is not None and not self._has_arrived(actor, after):
+        if after is not None and not self._of(after).is_arrived[actor]:
             self._of(after).followers.append((actor, index))
             return
         progress.begin_s[actor] = self._now_s

@@ -113,7 +113,7 @@ def test_a_packet_keeps_the_codec_of_the_slowest_level_that_it_crossed():
 
 def test_adapters_alone_travel():
     layout = layout_of((2, 2), (2, 1))
-    full, adapters = toy(), toy(trainable_expert_params=331)
+    full, adapters = toy(), toy(trainable_expert_shapes=((331,),))
     share = 331 / TOY.expert_params
     assert packet_bytes(layout, adapters, "weights")[0] == pytest.approx(
         share * packet_bytes(layout, full, "weights")[0]
@@ -203,7 +203,7 @@ def test_experts_held_by_several_groups_are_synchronised():
 
 
 def test_hierarchical_sums_cross_once_per_child():
-    workload = toy(zero_stage=0, trainable_dense_params=20)  # 80 bytes
+    workload = toy(zero_stage=0, trainable_dense_shapes=((20,),))  # 80 bytes
     prediction = predict(cluster_of(2, 4), layout_of((2, 4), (1, 1)), workload, rates_of_toy)
     assert [kinds["dense_sync"] for kinds in prediction.uplink_bytes] == pytest.approx([80.0, 120.0])
     ring = predict(cluster_of(2, 4), layout_of((2, 4), (1, 1)), workload, rates_of_toy, BY_DEEPSPEED)
@@ -235,10 +235,10 @@ def test_bytes_break_even_at_known_token_counts(name, gpus, thousands):
 def one_way(num_layers, transfer_s, compute_s, **settings):
     """A toy of which each layer's packet takes `transfer_s`, and each layer's forward `compute_s`."""
     model = MoEModel(
-        name="line", hidden=1, num_experts=2, top_k=1, num_moe_layers=num_layers, expert_params=1000,
-        dense_params=num_layers, active_dense_params=num_layers,
+        name="line", hidden=1, num_experts=2, top_k=1, num_moe_layers=num_layers, expert_shapes=((1000,),),
+        dense_shapes=((num_layers,),), active_dense_params=num_layers,
     )  # fmt: skip
-    workload = Workload(model=model, tokens_per_rank=1, param_bytes=1, trainable_dense_params=0, zero_stage=0)
+    workload = Workload(model=model, tokens_per_rank=1, param_bytes=1, trainable_dense_shapes=(), zero_stage=0)
     cluster = Cluster((Level("dc", 2, Link(1000 / transfer_s, 0.0)),))
     return predict(cluster, layout_of((2,), (2,), **settings), workload, Rates(flops_per_s=2 / compute_s,
                                                                               expert_flops_per_s=FAST))  # fmt: skip
@@ -386,7 +386,7 @@ def test_state_on_the_host_leaves_copies_and_sums_on_the_device():
 
 
 def test_own_parameters_as_they_were_are_kept_in_the_place_of_activations():
-    model = dataclasses.replace(TOY, dense_params=10**7)
+    model = dataclasses.replace(TOY, dense_shapes=((10**7,),))
     few, many = (memory_on((1, 1), CHANGES, LOSSY, model=model, tokens_per_rank=count) for count in (10, 10_000))
     assert few.activation_bytes == 10**7 / 4 * 2
     assert many.activation_bytes > 2 * few.activation_bytes
@@ -419,7 +419,7 @@ def test_memory_of_working_copies_is_what_the_estimator_builds(dtype, codecs, wh
     needs = estimate._print_needs([(expert, 2, 8)] * 4, block, 8, accumulation, is_partitioned=False)
     names = [codecs if level in where else ("identity", "identity") for level in (0, 1)]
     pairs = [LevelCodecs(*(CodecCost(name, is_lossy=name == "int8") for name in one)) for one in names]
-    model = dataclasses.replace(TOY, num_experts=16, num_moe_layers=4, expert_params=2 * 64 * 32)
+    model = dataclasses.replace(TOY, num_experts=16, num_moe_layers=4, expert_shapes=((2 * 64 * 32,),))
     workload = toy(model=model, param_bytes=dtype.itemsize, micro_steps=accumulation)
     for sizes, need in needs.items():
         layout = Layout(spans=(2, 4), domain_sizes=sizes, codecs=tuple(pairs), state=state)
@@ -467,18 +467,9 @@ def test_an_irregular_group_is_refused(ep_size):
         ExpertGroup(ep_size).spans(cluster_of(2, 8))
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"domain_sizes": (3, 1)}, r"\(3, 1\) do not divide the group's spans \(2, 2\)"),
-        ({"domain_sizes": (2,)}, "differ in length"),
-        ({"prefetch_depth": -1}, "prefetch_depth is -1"),
-        ({"is_padded": True}, "has no domains"),
-    ],
-)
-def test_wrong_layouts_are_refused(settings, message):
-    with pytest.raises(PlanError, match=message):
-        layout_of(**{"spans": (2, 2), "domain_sizes": (2, 1), **settings})
+def test_domain_sizes_that_do_not_divide_are_refused():
+    with pytest.raises(PlanError, match=r"\(3, 1\) do not divide the group's spans \(2, 2\)"):
+        layout_of((2, 2), (3, 1))
 
 
 def test_a_layout_of_another_cluster_is_refused():
@@ -491,14 +482,6 @@ def test_experts_that_cannot_be_shared_are_refused():
         predict(cluster_of(3), layout_of((3,), (1,)), toy(), rates_of_toy)
 
 
-def test_impossible_rates_and_codecs_are_refused():
-    with pytest.raises(PlanError, match="flops_per_s is 0"):
-        Rates(flops_per_s=0)
-    with pytest.raises(PlanError, match="exchange_s is -1"):
-        Rates(flops_per_s=1, exchange_s=-1)
+def test_an_impossible_overlap_is_refused():
     with pytest.raises(PlanError, match="overlap is 2"):
         Rates(flops_per_s=1, overlap=2)
-    with pytest.raises(PlanError, match="wire_factor is 0.5"):
-        Rates(flops_per_s=1, wire_factor=0.5)
-    with pytest.raises(PlanError, match="codec 'x': ratio is 0"):
-        CodecCost("x", 0)
