@@ -12,6 +12,7 @@ from ds_hybridep.plan.cluster import Cluster
 from ds_hybridep.plan.layout import Layout, LevelCodecs
 from ds_hybridep.plan.planner import make_plan
 from ds_hybridep.plan.question import Question
+from ds_hybridep.plan.summary import aligned
 from ds_hybridep.simulate.scenario import Scenario
 from ds_hybridep.simulate.simulator import SimulatedStep, simulate
 
@@ -80,19 +81,17 @@ def simulate_all(
 def table(question: Question, results: Sequence[SimulatedPlan]) -> str:
     """Seconds, bytes and waits of every plan."""
     first = question.cluster.levels[0].name
-    lines = [f"{'plan':60} {'s/step':>10} {'GB/step, ' + first + ' uplink':>22}  waiting for"]
+    rows = [("plan", "s/step", f"GB/step, {first} uplink", "waiting for")]
     for result in results:
         sent = result.step.uplink_bytes(question.cluster)[0]
         longest = sorted(((result.step.terms_s.get(name, 0.0), name) for name in WAITS), reverse=True)[:3]
         why = ", ".join(f"{name.removesuffix('_s').replace('_', ' ')} {seconds:.3g}" for seconds, name in longest)
         lacking = f"  ({result.lacking_bytes / GIGA:.1f} GB of memory lacking)" if result.lacking_bytes else ""
-        lines.append(f"{result.name:60} {result.step.step_s:10.4g} {sum(sent.values()) / GIGA:22.4g}  {why}{lacking}")
-    errors = [result.step.quantisation for result in results]
-    if any(errors):
-        lines.append(
-            f"Too many ranks differ: rates, speeds and loads were rounded, and are up to {100 * max(errors):.2g}% off."
-        )
-    return "\n".join(lines)
+        rows.append((result.name, f"{result.step.step_s:.4g}", f"{sum(sent.values()) / GIGA:.4g}", why + lacking))
+    text, error = aligned(rows, left=(0, 3)), max(result.step.quantisation for result in results)
+    if error:
+        text += f"\nToo many ranks differ: rates, speeds and loads were rounded, and are up to {100 * error:.2g}% off."
+    return text
 
 
 def answer_json(cluster: Cluster, results: Sequence[SimulatedPlan]) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from ds_hybridep.simulate.flows import NO_LIMIT, Bools, Floats, Flows, Ints, LinkShares
+from ds_hybridep.simulate.flows import Bools, Floats, Flows, Ints, LinkShares
 
 DONE_SHARE = 1e-9  # a smaller share of a flow's bytes is rounding
 SAME_TIME = 1e-12  # a smaller share of the clock's time is rounding
@@ -277,8 +277,6 @@ class Engine:
         self._active = [progress for progress in self._active if progress.is_flowing.any()]
         active = [(progress.operation.flows, progress.is_flowing) for progress in self._active]
         self._rates = self._shares.rates(active, self._is_computing)
-        for progress, own in zip(self._active, self._rates, strict=True):
-            progress.left[np.flatnonzero(progress.is_flowing)[own >= NO_LIMIT]] = 0.0  # flows that cross no link
 
     def _next_drain_s(self) -> float:
         earliest_s = math.inf

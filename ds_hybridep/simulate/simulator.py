@@ -76,26 +76,29 @@ def simulate(scenario: Scenario, *, is_reduced: bool = True, traced_ranks: Seque
         cluster, layout, workload, scenario.rates, scenario.sync, gathers_by_level=scenario.gathers_by_level
     )
     patterns = {peers: ranks.groups(peers) for peers in peers_in(program) if not peers.is_ring}
-    uplinks, slowdowns = tuple(np.ones(cluster.num_ranks) for _ in cluster.sizes), np.ones(cluster.num_ranks)
+    # Factors on the bandwidth of the child above a rank, by level, and on the seconds of computation.
+    *uplinks, slowdowns = (np.ones(cluster.num_ranks) for _ in (*cluster.sizes, "slowdowns"))
     for one in scenario.deviations:
         below = nodes_at(cluster, len(one.place)) == flatten(one.place, cluster.sizes[: len(one.place)])
         uplinks[len(one.place) - 1][below] *= one.bandwidth_factor
         slowdowns[below] *= one.slowdown
-    exact = _Attributes(uplinks, slowdowns, Routing.of(ranks, workload.model, scenario.expert_load))
-    attributes, classes, error = _with_few_classes(cluster, exact, patterns, is_reduced=is_reduced)
+    routing, num_levels = Routing.of(ranks, workload.model, scenario.expert_load), len(uplinks)
+    exact = [*uplinks, slowdowns, *routing.chances, routing.pairs]
+    found, classes, error = _with_few_classes(cluster, exact, patterns, is_reduced=is_reduced)
+    slowdowns, *chances, pairs = found[num_levels:]
     maker = TrafficMaker(
         ranks,
-        attributes.routing,
+        Routing(tuple(chances), pairs),
         classes,
         crosses_inner_links=scenario.crosses_inner_links,
         is_fair_to_flows=scenario.is_fair_to_flows,
     )
     # One peer in each domain sends its rows here.
-    rows = attributes.routing.pairs[classes.examples] * math.prod(layout.domain_counts) / workload.model.top_k
-    schedule = Schedule(program, scenario, rows, attributes.slowdowns[classes.examples], maker)
+    rows = pairs[classes.examples] * math.prod(layout.domain_counts) / workload.model.top_k
+    schedule = Schedule(program, scenario, rows, slowdowns[classes.examples], maker)
     traced = {rank: int(classes.class_of[rank]) for rank in traced_ranks}
     engine = Engine(
-        _capacities(scenario, attributes.uplinks, classes, maker),
+        _capacities(scenario, found[:num_levels], classes, maker),
         classes.num_classes,
         schedule.program,
         schedule.operations,
@@ -114,46 +117,27 @@ def simulate(scenario: Scenario, *, is_reduced: bool = True, traced_ranks: Seque
     )
 
 
-@dataclass(frozen=True)
-class _Attributes:
-    """In what ranks differ.
-
-    uplinks: per level, [num_ranks] factors on the bandwidth of the child above a rank.
-    slowdowns: [num_ranks] factors on the seconds of computation.
-    """
-
-    uplinks: tuple[Floats, ...]
-    slowdowns: Floats
-    routing: Routing
-
-    def rounded(self, error: float) -> "_Attributes":
-        """The same, with no number more than `error`, a share, too large or too small."""
-        step = 2 * math.log1p(error)
-
-        def change(values: Floats) -> Floats:
-            result, used, mean = np.zeros_like(values), values > 0.0, float(values.mean())
-            result[used] = mean * np.exp(step * np.round(np.log(values[used] / mean) / step))
-            return result
-
-        routing = Routing(tuple(map(change, self.routing.chances)), change(self.routing.pairs))
-        return _Attributes(tuple(map(change, self.uplinks)), change(self.slowdowns), routing)
-
-
 def _with_few_classes(
-    cluster: Cluster, exact: _Attributes, patterns: Mapping[Peers, Ints], *, is_reduced: bool
-) -> tuple[_Attributes, RankClasses, float]:
-    """Attributes, classes, error; if too many ranks differ, with rounded attributes."""
+    cluster: Cluster, exact: Sequence[Floats], patterns: Mapping[Peers, Ints], *, is_reduced: bool
+) -> tuple[Sequence[Floats], RankClasses, float]:
+    """Attributes, [num_ranks] each, classes, error; if too many ranks differ, with rounded attributes."""
     max_classes = MAX_CLASSES if is_reduced and cluster.num_ranks > MAX_CLASSES else None
     found, error = exact, 0.0
     while True:
-        values = [*found.uplinks, found.slowdowns, *found.routing.chances, found.routing.pairs]
-        classes = merge_ranks(cluster, patterns, values, is_reduced=is_reduced, max_classes=max_classes)
+        classes = merge_ranks(cluster, patterns, found, is_reduced=is_reduced, max_classes=max_classes)
         if classes is not None:
             return found, classes, error
         error = max(1.5 * error, LEAST_ERROR)
         if error > MOST_ERROR:
             raise PlanError(f"more than {MAX_CLASSES} ranks of {cluster} differ: too many for a simulation")
-        found = exact.rounded(error)
+        found = [_rounded(values, error) for values in exact]
+
+
+def _rounded(values: Floats, error: float) -> Floats:
+    """The same, with no number more than `error`, a share, too large or too small."""
+    step, result, used, mean = 2 * math.log1p(error), np.zeros_like(values), values > 0.0, float(values.mean())
+    result[used] = mean * np.exp(step * np.round(np.log(values[used] / mean) / step))
+    return result
 
 
 def _capacities(scenario: Scenario, uplinks: Sequence[Floats], classes: RankClasses, maker: TrafficMaker) -> Floats:
