@@ -60,7 +60,6 @@ def model_of(num_experts: int, *, top_k: int = 1, layers: int = PAPER_LAYERS) ->
     return MoEModel(
         name="paper H 1024", hidden=HIDDEN, num_experts=num_experts, top_k=top_k, num_moe_layers=layers,
         expert_shapes=((PAPER_PARAMS,),), dense_shapes=((dense,),), active_dense_params=dense,
-        attention_width=layers * HIDDEN,
     )  # fmt: skip
 
 

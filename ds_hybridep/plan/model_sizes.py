@@ -47,7 +47,6 @@ def _from_short_form(content: Mapping[str, Any], name: str) -> MoEModel:
         expert_shapes=_ffn_matrices(hidden, ffn),
         dense_shapes=dense_shapes,
         active_dense_params=num_params(dense_shapes),
-        attention_width=layers * hidden,
     )
 
 
@@ -62,7 +61,7 @@ def _from_hugging_face(content: Mapping[str, Any], name: str) -> MoEModel:
         expert_shapes += ((expert_ffn,), (expert_ffn,), (hidden,))
     shared_ffn = _integer(content, "shared_expert_intermediate_size", name, 0)
     shared_ffn += _integer(content, "n_shared_experts", name, 0) * expert_ffn
-    attention, width, widths = _attention(content, hidden, name)
+    attention, widths = _attention(content, hidden, name)
     router: tuple[Shape, ...] = ((experts, hidden), (experts,)) if has_bias else ((experts, hidden),)
     shared = _ffn_matrices(hidden, shared_ffn) if shared_ffn else ()
     in_layers: list[Shape] = []
@@ -83,7 +82,6 @@ def _from_hugging_face(content: Mapping[str, Any], name: str) -> MoEModel:
         expert_shapes=expert_shapes,
         dense_shapes=dense_shapes,
         active_dense_params=num_params(in_layers) + hidden + num_params(table),
-        attention_width=layers * width,
         stacks_experts=True,  # as in AutoEP
         known_widths=Widths(
             num_layers=layers,
@@ -109,8 +107,8 @@ def _moe_layers(content: Mapping[str, Any], layers: int) -> set[int]:
     return {layer for layer in range(first, layers) if layer not in dense and (layer + 1) % step == 0}
 
 
-def _attention(content: Mapping[str, Any], hidden: int, name: str) -> tuple[tuple[Shape, ...], int, dict[str, int]]:
-    """(shapes of tensors, heads x head size, elements of a token as in `Widths`) of one layer's attention."""
+def _attention(content: Mapping[str, Any], hidden: int, name: str) -> tuple[tuple[Shape, ...], dict[str, int]]:
+    """(shapes of tensors, elements of a token as in `Widths`) of one layer's attention."""
     heads = _integer(content, "num_attention_heads", name)
     if "kv_lora_rank" in content:  # multi-head latent attention: low-rank queries, keys and values
         kv_rank, value_size = _integer(content, "kv_lora_rank", name), _integer(content, "v_head_dim", name)
@@ -122,18 +120,17 @@ def _attention(content: Mapping[str, Any], hidden: int, name: str) -> tuple[tupl
         norms = query_rank + kv_rank
         shapes: tuple[Shape, ...] = ((query_rank, hidden), (query, query_rank)) if query_rank else ((query, hidden),)
         shapes += ((kv_rank + rope_size, hidden), (heads * (nope_size + value_size), kv_rank), (hidden, value))
-        width = heads * (nope_size + rope_size + value_size) // 2
     else:
         head_size = _integer(content, "head_dim", name, hidden // heads)
-        width = query = out = heads * head_size
+        query = out = heads * head_size
         key = value = _integer(content, "num_key_value_heads", name, heads) * head_size
         shapes = (query, hidden), (key, hidden), (value, hidden), (hidden, out)
         if content.get("attention_bias"):
             shapes += tuple((rows,) for rows, _ in shapes)
         # Qwen3 normalises queries and keys.
-        norms = width + key if str(content.get("model_type", "")).startswith("qwen3") else 0
+        norms = query + key if str(content.get("model_type", "")).startswith("qwen3") else 0
     sizes = {"query": query, "key": key, "value": value, "attention_out": out}
-    return shapes, width, {**sizes, "num_heads": heads, "attention_norms": norms}
+    return shapes, {**sizes, "num_heads": heads, "attention_norms": norms}
 
 
 def _first(content: Mapping[str, Any], keys: tuple[str, ...], name: str) -> int:

@@ -94,11 +94,7 @@ class Patches:
     bits: float
 
     def message_bytes(self, parts: Iterable[Part]) -> float:
-        total = 0.0
-        for part in parts:
-            num_elements = part_elements(part)
-            total += PATCH_PREFIX_BYTES + num_elements * self.bits / 8
-        return total
+        return sum(PATCH_PREFIX_BYTES + part_elements(part) * self.bits / 8 for part in parts)
 
 
 Packets = SizedPackets | Patches  # that one codec makes of tensors

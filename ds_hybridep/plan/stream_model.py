@@ -39,10 +39,6 @@ class StepTerms:
     host_s: float = _term("calls and messages")
     optimizer_s: float = _term("the optimizer")
 
-    @property
-    def total_s(self) -> float:
-        return math.fsum(self.as_dict().values())
-
     def as_dict(self) -> dict[str, float]:
         return {item.name: getattr(self, item.name) for item in fields(self)}
 
@@ -59,7 +55,7 @@ class StepPrediction:
 
     @property
     def step_s(self) -> float:
-        return self.terms.total_s
+        return math.fsum(self.terms.as_dict().values())
 
     def level_bytes(self, level: int) -> float:
         """Bytes of all kinds over one uplink of `level`."""

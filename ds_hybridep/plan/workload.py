@@ -50,7 +50,6 @@ class MoEModel:
     dense_shapes: of all others, on every rank, in the model's order: attention, norms, routers, shared experts, dense
         layers, embeddings.
     active_dense_params: dense parameters by which every token is multiplied (a table for look-ups does not count).
-    attention_width: heads x head size, summed over layers; attention scores cost FLOPs in proportion to it.
     stacks_experts: True if one parameter holds the same tensor of all experts of a rank.
     known_widths: None: `widths` guesses them from the other fields.
     """
@@ -63,7 +62,6 @@ class MoEModel:
     expert_shapes: tuple[Shape, ...]
     dense_shapes: tuple[Shape, ...]
     active_dense_params: int
-    attention_width: int = 0
     stacks_experts: bool = False
     known_widths: Widths | None = None
 
@@ -88,14 +86,13 @@ class MoEModel:
 
     @property
     def widths(self) -> Widths:
-        """The known widths; else a guess: `attention_width` for each layer, experts of three matrices, and no head."""
-        width = self.attention_width // self.num_moe_layers or self.hidden
+        """The known widths; else a guess: an attention of the hidden width, experts of three matrices, and no head."""
         return self.known_widths or Widths(
             num_layers=self.num_moe_layers,
-            query=width,
-            key=width,
-            value=width,
-            attention_out=width,
+            query=self.hidden,
+            key=self.hidden,
+            value=self.hidden,
+            attention_out=self.hidden,
             num_heads=0,
             expert_ffn=-(-self.expert_params // (3 * self.hidden)),
         )
@@ -110,7 +107,7 @@ class MoEModel:
 class Workload:
     """One training step of a model, as one rank sees it.
 
-    tokens_per_rank: tokens of a micro-step.  seq_len: tokens of a sequence; 0: FLOPs leave out attention scores.
+    tokens_per_rank: tokens of a micro-step.
     param_bytes: bytes of a parameter, of its gradient, and of an element of a token row.
     is_checkpointed: the backward recomputes activations and repeats the layers' exchanges.
     capacity_factor: capacity factor of DeepSpeed's gate, which pads its all-to-alls to the capacity.
@@ -127,7 +124,6 @@ class Workload:
     param_bytes: int = 2
     zero_stage: int = 1
     is_checkpointed: bool = False
-    seq_len: int = 0
     capacity_factor: float = 1.0
     row_scale: float = 1.0
     trainable_expert_shapes: tuple[Shape, ...] | None = None
@@ -196,11 +192,9 @@ class Workload:
 
     @property
     def pre_expert_flops(self) -> float:
-        """Forward FLOPs of all but the routed experts, divided evenly among the MoE layers."""
-        # Causal attention scores and their products with values take 2 x seq_len x width FLOPs.
+        """Forward FLOPs of all but the routed experts and attention scores, divided evenly among the MoE layers."""
         # Source: paper (1), (2), with PE = (m+1) attention + m FFN.
-        per_token = 2.0 * self.model.active_dense_params + 2.0 * self.seq_len * self.model.attention_width
-        return self.tokens_per_rank * per_token / self.model.num_moe_layers
+        return self.tokens_per_rank * 2.0 * self.model.active_dense_params / self.model.num_moe_layers
 
     @property
     def expert_rows(self) -> int:

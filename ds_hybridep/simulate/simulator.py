@@ -122,9 +122,10 @@ def _with_few_classes(
 ) -> tuple[Sequence[Floats], RankClasses, float]:
     """Attributes, [num_ranks] each, classes, error; if too many ranks differ, with rounded attributes."""
     max_classes = MAX_CLASSES if is_reduced and cluster.num_ranks > MAX_CLASSES else None
+    numbers = [] if is_reduced else [np.arange(cluster.num_ranks, dtype=np.float64)]
     found, error = exact, 0.0
     while True:
-        classes = merge_ranks(cluster, patterns, found, is_reduced=is_reduced, max_classes=max_classes)
+        classes = merge_ranks(cluster, patterns, [*numbers, *found], max_classes=max_classes)
         if classes is not None:
             return found, classes, error
         error = max(1.5 * error, LEAST_ERROR)

@@ -64,7 +64,7 @@ def test_a_rank_that_fails_is_named_and_the_others_are_ended(net, tmp_path):
 
 @pytest.mark.dist
 def test_a_rank_that_a_signal_ended_is_named(net, tmp_path):
-    command = ["sh", "-c", "test $RANK = 0 || kill -9 $$; sleep 300"]
+    command = ["sh", "-c", "test $RANK = 0 || kill -9 $$; exec sleep 300"]
     result = run_ranks(net, command, log_dir=tmp_path)
     assert re.match("rank [123] was ended by SIGKILL", result.failure)
     assert result.exit_codes == (-signal.SIGKILL,) * 4

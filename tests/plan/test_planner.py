@@ -36,9 +36,12 @@ def cluster_of(sizes, gbps, latency_s=0.0):
 def question_of(name, sizes=(2, 8), gbps=(10, 800), latency_s=0.005, tokens=16384, **settings):
     workload_settings = settings.pop("workload", {})
     model = model_from_mapping(read_model_file(name), name)
+    # Attention scores of sequences of 4096 tokens cost as many FLOPs as so many parameters.
+    scores = 4096 * model.widths.num_layers * model.widths.attention_out
+    model = dataclasses.replace(model, active_dense_params=model.active_dense_params + scores)
     return Question(
         cluster=cluster_of(sizes, gbps, latency_s),
-        workload=Workload(model=model, tokens_per_rank=tokens, seq_len=4096, **workload_settings),
+        workload=Workload(model=model, tokens_per_rank=tokens, **workload_settings),
         rates=Rates(flops_per_s=4e14),
         **settings,
     )

@@ -152,8 +152,8 @@ def made(cluster, peers, *, is_reduced):
     """Classes and traffic of one group of all ranks."""
     layout = Layout(spans=cluster.sizes, domain_sizes=cluster.sizes, codecs=(LevelCodecs(),) * len(cluster.sizes))
     ranks = Ranks.of(cluster, layout)
-    classes = merge_ranks(cluster, {peers: ranks.groups(peers)}, [], is_reduced=is_reduced)
     ones = np.ones(cluster.num_ranks)
+    classes = merge_ranks(cluster, {peers: ranks.groups(peers)}, [] if is_reduced else [np.cumsum(ones)])
     return classes, TrafficMaker(ranks, Routing((ones,) * len(cluster.sizes), ones), classes)
 
 
