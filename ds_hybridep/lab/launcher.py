@@ -52,9 +52,9 @@ class LabResult:
     def is_success(self) -> bool:
         return self.failure is None
 
-    def tail_of_log(self, rank: int, num_lines: int = 15) -> str:
+    def tail_of_log(self, rank: int) -> str:
         """The last lines that a rank wrote."""
-        return "\n".join(self.log_files[rank].read_text(errors="replace").splitlines()[-num_lines:])
+        return "\n".join(self.log_files[rank].read_text(errors="replace").splitlines()[-15:])
 
     def __str__(self) -> str:
         """A few lines for people: how each rank ended, how long it took, and what crossed the uplinks."""

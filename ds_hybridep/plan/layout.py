@@ -72,19 +72,16 @@ class Rates:
     """Speed of one rank, and costs of the host.  Host times that are not given are 0.
 
     flops_per_s, expert_flops_per_s: rates that dense products and experts reach; None: experts reach the same rate.
-    memory_bytes_per_s: rate of the optimizer's pass over its state.
     layer_s, expert_call_s: host time of a layer, and of calling one expert, in a forward; a backward takes twice that.
     exchange_s, all_to_all_s: host time of one round of messages of our token exchange, and of one all-to-all of
         DeepSpeed's layer. Bytes flow during this time: rows of early ranks travel while late ranks compute.
     packet_s: host time of one packet of a layer's weights, or of its gradients.
     overlap: hidden share of the time that could be hidden; 0: a rank waits for each packet separately.
     wire_factor: bytes on the wire for each byte of payload, because of headers.
-    host_bytes_per_s: rate between a GPU and the host's memory, for state that the host keeps.
     """
 
     flops_per_s: float
     expert_flops_per_s: float | None = None
-    memory_bytes_per_s: float = math.inf
     layer_s: float = 0.0
     expert_call_s: float = 0.0
     exchange_s: float = 0.0
@@ -93,7 +90,6 @@ class Rates:
     step_s: float = 0.0
     overlap: float = 1.0
     wire_factor: float = 1.0
-    host_bytes_per_s: float = 50e9
 
     def __post_init__(self) -> None:
         if not 0 <= self.overlap <= 1:

@@ -37,7 +37,6 @@ class StepTerms:
     dense_sync_s: float = _term("synchronising dense parameters")
     expert_sync_s: float = _term("synchronising experts that several groups hold")
     host_s: float = _term("calls and messages")
-    optimizer_s: float = _term("the optimizer")
 
     def as_dict(self) -> dict[str, float]:
         return {item.name: getattr(self, item.name) for item in fields(self)}

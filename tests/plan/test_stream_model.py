@@ -12,7 +12,7 @@ from ds_hybridep.errors import PlanError
 from ds_hybridep.integration import estimate
 from ds_hybridep.plan import depth
 from ds_hybridep.plan.cluster import Cluster, Level, Link
-from ds_hybridep.plan.costs import COMPACT_BYTES, ranks_below, row_counts
+from ds_hybridep.plan.costs import COMPACT_BYTES, HOST_BYTES_PER_S, ranks_below, row_counts
 from ds_hybridep.plan.layout import BY_DEEPSPEED, CodecCost, ExpertGroup, Layout, LevelCodecs, Rates
 from ds_hybridep.plan.memory import memory_of
 from ds_hybridep.plan.model_sizes import model_from_mapping
@@ -396,14 +396,14 @@ def test_state_on_the_host_takes_the_time_of_its_way():
     """Per owned parameter: residuals there and back."""
     codecs = (LevelCodecs(CHANGES, LOSSY), LevelCodecs())
     here = Layout(spans=(2, 2), domain_sizes=(2, 1), codecs=codecs)
-    rates = Rates(flops_per_s=FAST, host_bytes_per_s=1e3)
+    rates = Rates(flops_per_s=FAST)
     workload = toy(param_bytes=2, micro_steps=3)
     seconds = [
         predict(FASTEST, layout, workload, rates).terms.codec_s
         for layout in (here, dataclasses.replace(here, state="host"))
     ]
     owned = 4 * 2 * TOY.expert_params
-    assert seconds[1] - seconds[0] == pytest.approx(owned * 2 * COMPACT_BYTES / 1e3)
+    assert seconds[1] - seconds[0] == pytest.approx(owned * 2 * COMPACT_BYTES / HOST_BYTES_PER_S)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
