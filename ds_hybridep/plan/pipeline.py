@@ -52,11 +52,11 @@ def pipelines(
     num_stages, layers = cluster.sizes[0], workload.model.num_moe_layers
     num_batches = num_stages * workload.micro_steps
     share = -(-layers // num_stages) / layers
-    terms = whole.terms
+    terms = whole.terms_s
     # Of one micro-batch, forward and backward.
-    batch_s = terms.dense_s + terms.experts_s + terms.tokens_s + terms.host_s - rates.step_s
+    batch_s = terms["dense_s"] + terms["experts_s"] + terms["tokens_s"] + terms["host_s"] - rates.step_s
     batch_s *= share / workload.micro_steps
-    end_s = share * (terms.dense_sync_s + terms.expert_sync_s) + rates.step_s
+    end_s = share * (terms["dense_sync_s"] + terms["expert_sync_s"]) + rates.step_s
     border_bytes = ranks_below(cluster)[0] * workload.tokens_per_rank * workload.row_bytes  # of a micro-batch
     bandwidth = known_or_assumed_bandwidths(cluster)[0] / rates.wire_factor
     transfer_s, latency_s = border_bytes / bandwidth, latencies_of(cluster)[0]

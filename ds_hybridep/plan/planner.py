@@ -181,7 +181,7 @@ def _candidate_json(candidate: Candidate) -> dict[str, Any]:
         "dense_gradient_codecs": [codecs.dense_gradient.name for codecs in layout.codecs],
         "token_exchange": layout.exchange,
         "step_s": candidate.step_s,
-        "terms_s": prediction.terms.as_dict(),
+        "terms_s": prediction.terms_s,
         "uplink_bytes": [dict(kinds) for kinds in prediction.uplink_bytes],
         "memory_bytes": memory.total_bytes,
         "activation_bytes": memory.activation_bytes,
@@ -194,7 +194,7 @@ def _alternative_json(way: Alternative) -> dict[str, Any]:
     return {
         "name": way.name,
         "step_s": way.step_s,
-        "terms_s": None if way.prediction is None else way.prediction.terms.as_dict(),
+        "terms_s": None if way.prediction is None else way.prediction.terms_s,
         "memory_bytes": way.memory_bytes,
         "lacking_bytes": way.lacking_bytes,
         "provided": way.is_provided,

@@ -121,7 +121,7 @@ class Message:
 
     @cached_property
     def term(self) -> str:
-        """The cause of waiting for it, as in `stream_model.StepTerms`."""
+        """The cause of waiting for it, as in `stream_model.TERM_WORDS`."""
         return f"{self.kind}_s"
 
 
@@ -129,7 +129,7 @@ class Message:
 class Run:
     """Work of `seconds`.
 
-    term: cause, as in `stream_model.StepTerms`.
+    term: cause, as in `stream_model.TERM_WORDS`.
     is_computing: False for what the host does; the device is idle.
     grows_with_rows: under uneven routing, the work is in proportion to the rows that come to a rank.
     """

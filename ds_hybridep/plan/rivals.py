@@ -67,8 +67,8 @@ def alternatives(question: Question) -> list[Alternative]:
         shape = f"{stages * workload.micro_steps} micro-batches, bubble {best.bubble_s:.3g} s"
         result.append(_elsewhere(question, name, best.step_s, best.memory, shape, best.border_bytes))
     # Local SGD: each child trains by itself, and parameters are averaged every `LOCAL_STEPS` steps.
-    terms = question.predict(without_domains(inside.spans(cluster))).terms
-    local_s = whole.step_s + (terms.dense_sync_s + terms.expert_sync_s) / LOCAL_STEPS
+    terms = question.predict(without_domains(inside.spans(cluster))).terms_s
+    local_s = whole.step_s + (terms["dense_sync_s"] + terms["expert_sync_s"]) / LOCAL_STEPS
     memory, name = memory_of(alone, layout, workload), f"local SGD, averaged every {LOCAL_STEPS} steps"
     return [*result, _elsewhere(question, name, local_s, memory, "not the same training: loss may differ")]
 

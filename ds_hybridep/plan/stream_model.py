@@ -11,7 +11,7 @@ Sources: paper (5), (7) for the overlap of one layer; docs/planning.md, "How a s
 import math
 from collections import defaultdict, deque
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass
 
 from ds_hybridep.plan.cluster import Cluster, known_or_assumed_bandwidths
 from ds_hybridep.plan.layout import Layout, Rates, SyncModel
@@ -19,42 +19,29 @@ from ds_hybridep.plan.program import KINDS, Kind, Message, Post, Program, Run, S
 from ds_hybridep.plan.step import step_program
 from ds_hybridep.plan.workload import Workload
 
-
-def _term(words: str) -> float:
-    return field(default=0.0, metadata={"words": words})
-
-
-@dataclass(frozen=True, kw_only=True)
-class StepTerms:
-    """Seconds of a step by cause; they add up to the step."""
-
-    dense_s: float = _term("computation outside the experts")
-    experts_s: float = _term("expert computation")
-    codec_s: float = _term("encoding, decoding and state on the host")
-    tokens_s: float = _term("token exchange")
-    expert_weights_s: float = _term("waiting for expert weights")
-    expert_gradients_s: float = _term("waiting for expert gradients")
-    dense_sync_s: float = _term("synchronising dense parameters")
-    expert_sync_s: float = _term("synchronising experts that several groups hold")
-    host_s: float = _term("calls and messages")
-
-    def as_dict(self) -> dict[str, float]:
-        return {item.name: getattr(self, item.name) for item in fields(self)}
-
-
-TERM_WORDS: dict[str, str] = {item.name: item.metadata["words"] for item in fields(StepTerms)}
+TERM_WORDS = {  # causes of the seconds of a step, which add up to the step
+    "dense_s": "computation outside the experts",
+    "experts_s": "expert computation",
+    "codec_s": "encoding, decoding and state on the host",
+    "tokens_s": "token exchange",
+    "expert_weights_s": "waiting for expert weights",
+    "expert_gradients_s": "waiting for expert gradients",
+    "dense_sync_s": "synchronising dense parameters",
+    "expert_sync_s": "synchronising experts that several groups hold",
+    "host_s": "calls and messages",
+}
 
 
 @dataclass(frozen=True)
 class StepPrediction:
     """One step: seconds by term; for each level, payload bytes by kind over one child's uplink in one direction."""
 
-    terms: StepTerms
+    terms_s: Mapping[str, float]
     uplink_bytes: tuple[Mapping[Kind, float], ...]
 
     @property
     def step_s(self) -> float:
-        return math.fsum(self.terms.as_dict().values())
+        return math.fsum(self.terms_s.values())
 
     def level_bytes(self, level: int) -> float:
         """Bytes of all kinds over one uplink of `level`."""
@@ -63,7 +50,7 @@ class StepPrediction:
 
 def largest_difference(slower: StepPrediction, faster: StepPrediction) -> tuple[float, str]:
     """The most seconds that one step has more of one term than the other step, and the words for this term."""
-    more, less = slower.terms.as_dict(), faster.terms.as_dict()
+    more, less = slower.terms_s, faster.terms_s
     term = max(more, key=lambda name: more[name] - less[name])
     return more[term] - less[term], TERM_WORDS[term]
 
@@ -93,7 +80,7 @@ def predict(
             for stage in message.stages:
                 for level in stage.levels:
                     uplink_bytes[level][message.kind] += count * stage.uplink_bytes[level]
-    return StepPrediction(StepTerms(**seconds), uplink_bytes)
+    return StepPrediction(seconds, uplink_bytes)
 
 
 _Key = tuple[Message, int]  # a message with its number

@@ -113,7 +113,7 @@ def _advice_on_groups(question: Question, plan: Plan) -> list[str]:
 
 def describe(question: Question, plan: Plan) -> str:
     """The whole answer as text."""
-    terms = plan.best.prediction.terms.as_dict()
+    terms = plan.best.prediction.terms_s
     shown = [f"{name.removesuffix('_s')} {seconds:.4g}" for name, seconds in terms.items() if seconds > 0]
     sections = [
         _describe_question(question),

@@ -19,7 +19,7 @@ from ds_hybridep.config_codecs import PATCH
 from ds_hybridep.plan.cluster import Cluster, Level, Link
 from ds_hybridep.plan.costs import row_counts
 from ds_hybridep.plan.layout import IDENTITY, CodecCost, Rates
-from ds_hybridep.plan.stream_model import StepPrediction, StepTerms
+from ds_hybridep.plan.stream_model import StepPrediction
 from ds_hybridep.plan.workload import MoEModel, Workload
 
 MODEL = MoEModel(
@@ -162,7 +162,7 @@ class Priced:
     workload: Any = dataclasses.field(default_factory=lambda: SimpleNamespace(tokens_per_rank=1))
 
     def predict(self, option):
-        return StepPrediction(StepTerms(tokens_s=self.cluster[option]), ({},))
+        return StepPrediction({"tokens_s": self.cluster[option]}, ({},))
 
     def memory(self, option):
         return SimpleNamespace(total_bytes=0.0)
