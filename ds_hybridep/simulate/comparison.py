@@ -9,9 +9,10 @@ from rich.console import Console
 from rich.progress import track
 
 from ds_hybridep.plan.cluster import Cluster
-from ds_hybridep.plan.layout import Layout, LevelCodecs
+from ds_hybridep.plan.layout import Layout
 from ds_hybridep.plan.planner import make_plan
 from ds_hybridep.plan.question import Question
+from ds_hybridep.plan.rivals import without_domains
 from ds_hybridep.plan.summary import aligned
 from ds_hybridep.simulate.scenario import Scenario
 from ds_hybridep.simulate.simulator import SimulatedStep, simulate
@@ -52,10 +53,8 @@ def layouts_of(question: Question, domains: Sequence[tuple[int, ...]]) -> list[t
     layouts += [(way.name, way.layout, way.lacking_bytes) for way in plan.alternatives if way.layout is not None]
     spans = plan.best.group.spans(question.cluster)
     for sizes in domains:
-        layout = Layout(spans=spans, domain_sizes=sizes, codecs=(LevelCodecs(),) * len(sizes))
-        is_hierarchical = sum(count > 1 for count in layout.domain_counts) > 1
-        name = "[" + ",".join(map(str, sizes)) + "]"
-        layouts.append((name, replace(layout, exchange="hierarchical") if is_hierarchical else layout, 0.0))
+        layout, _ = question.with_best_exchange(replace(without_domains(spans), domain_sizes=sizes))
+        layouts.append(("[" + ",".join(map(str, sizes)) + "]", layout, 0.0))
     return layouts
 
 
