@@ -136,6 +136,7 @@ class Peer:
         """Give a lane a new connection, whose other side has got `received` frames."""
         self.options.apply(sock)
         self.lanes[index].attach(sock, received)
+        self.lanes[index].tell(Frame(Kind.BEAT, sequence=self._outgoing.progress))
         self.pump()
         if self.is_connected():
             self.judge(time.monotonic())
@@ -149,6 +150,8 @@ class Peer:
     def _told(self, frame: Frame, payload: bytes) -> None:
         if frame.kind is Kind.BEAT:
             self.progress = frame.sequence
+            if self.state is State.SILENT:
+                self.judge(time.monotonic())
         elif frame.kind is Kind.FACT and frame.sequence > self._num_facts:  # all are told again after a reset
             self._num_facts = frame.sequence
             kind, _, text = payload.decode(errors="replace").partition("\0")
@@ -240,7 +243,7 @@ class Peer:
         elif self.state is not State.GONE:
             # Only who knows that its port took connections can tell later that its process has ended.
             knows_port = self._knows_port or now - self._began_at > TRIAL_S
-            is_alive = self.age_s() <= SILENT_S and self.is_connected() and knows_port
+            is_alive = self.age_s() <= SILENT_S and self.is_connected() and self.is_begun and knows_port
             if (state := State.ALIVE if is_alive else State.SILENT) is not self.state:
                 self.state = state
                 self._on_change(Fact(self.rank, state.value, "" if is_alive else self.last_trouble))
