@@ -159,6 +159,6 @@ def test_a_killed_peer_is_gone_once_its_port_refuses_connections(monkeypatch):
             process.kill()
         with pytest.raises(CommunicationError, match=r"from rank 1 .* its process has ended"):
             handle.wait(LIMIT_S)
-        assert [fact.kind for fact in first.facts()] == [State.GONE]
+        assert [fact.kind for fact in first.heard] == [State.GONE]
     finally:
         first.close()
