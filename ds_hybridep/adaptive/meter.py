@@ -25,7 +25,7 @@ from ds_hybridep.plan.cluster import Cluster
 from ds_hybridep.plan.costs import row_counts
 from ds_hybridep.tokens.layer import LayerStats
 from ds_hybridep.transport.channels import Transport
-from ds_hybridep.transport.streams import streams_of
+from ds_hybridep.transport.streams import synchronize
 
 ROOM_SHARE = 0.9  # of the free memory; packets and other short-lived buffers need the rest
 
@@ -102,7 +102,7 @@ class JobMeter:
 
     def end_step(self) -> float:
         """Seconds of the optimizer step that ends now."""
-        streams_of(self._probe.device).synchronize()
+        synchronize(self._probe.device)
         self.end_s = time.perf_counter()
         return self.end_s - self.begin_s
 

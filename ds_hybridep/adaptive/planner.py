@@ -71,7 +71,6 @@ class JobPlanner:
             device = spec.sample.device
             backends = backends_of(config, device)
             link = LinkSettings.of(config)
-            link.check()
         generation = agree({"version": __version__, "planned": config.canonical()}, config.timeout_s)
         made = ExitStack()
         with together(config.timeout_s, made.close):
