@@ -171,7 +171,7 @@ def read_config(path: Path) -> Any:
         raise ExportError(f"{path} is no adapter_config.json of peft: {error}") from error
 
 
-def write_config(config: Any, folder: Path, base_name: str) -> None:
+def write_config(config: Any, base_name: str, folder: Path) -> None:
     """Write adapter_config.json."""
     written = copy.deepcopy(config)
     written.inference_mode = True
