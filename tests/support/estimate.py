@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Estimates the memory of replicas before a job starts, in the style of DeepSpeed's own estimators."""
+"""The memory of replicas, counted by building them without memory: what the planner's formulas must say."""
 
 import itertools
 import math
@@ -10,9 +10,7 @@ import torch
 from deepspeed.moe.layer import MoE
 from torch import nn
 
-from ds_hybridep.config import HybridEPConfig, parse_config
-from ds_hybridep.config_codecs import AUTO_CODEC, IDENTITY
-from ds_hybridep.errors import ConfigError
+from ds_hybridep.config import parse_config
 from ds_hybridep.experts.partitioned import full_shape
 from ds_hybridep.experts.replicas import Replicas
 from ds_hybridep.integration.autoep import is_autoep_layer
@@ -29,51 +27,15 @@ DomainSizes = tuple[int, ...]
 Layer = tuple[nn.Module, int, int]  # an expert without memory, experts per rank, ranks in the group
 
 
-def estimate_hybridep_mem_needs_all_live(
-    model: nn.Module,
-    block: Mapping[str, Any],
-    world_size: int,
-    *,
-    dtype: torch.dtype | None = None,
-    accumulation: int = 1,
-    expert_parallel: Mapping[str, Any] | None = None,
-    zero_stage: int = 0,
+def needs_of_model(
+    model: nn.Module, block: Mapping[str, Any], world_size: int, *, accumulation: int = 1, zero_stage: int = 0
 ) -> dict[DomainSizes, MemoryNeeds]:
-    """Print the memory that each rank needs for replicas of the model's experts, for all domain sizes.
-
-    Memory that stays between steps is exact.  The most in a step may be a few layers too high.  Codecs that are
-    "auto" count as exact.  Expert-parallel groups are assumed to be consecutive ranks.  The function allocates
-    nothing of that size, and needs no process group.
-
-    Args:
-        model: has layers of `deepspeed.moe.layer.MoE` or of AutoEP; with `expert_parallel`, a model of Hugging Face
-            without adapters of experts.  Frozen parameters count as frozen.
-        block: content of the "hybridep" block; the output marks its domain sizes with `*` if it gives them.
-        world_size: number of ranks of the job.
-        dtype: type in which DeepSpeed will train; by default that of each parameter.
-        accumulation: gradient_accumulation_steps; above 1, gradient sums of all layers wait for the last micro-step.
-        expert_parallel: content of the "expert_parallel" block, for a model that AutoEP has not changed yet.
-        zero_stage: ZeRO stage of DeepSpeed; with 3, copies of owned experts stay, because the computation uses them.
-
-    Returns:
-        Memory needs by domain sizes; each key has one size for each level.
-
-    Raises:
-        ConfigError, PlanError: the block is wrong or does not fit the model.
-    """
-    if expert_parallel is None:
-        layers = [layer for module in model.modules() for layer in _layers_of(module, dtype)]
-    else:
-        layers = _future_layers(model, expert_parallel, dtype)
-    if not layers:
-        raise ConfigError(
-            "the model has no deepspeed.moe.layer.MoE layer and none of AutoEP, so there are no replicas to estimate; "
-            "for a Hugging Face model give expert_parallel, the content of that block of its ds_config"
-        )
-    return _print_needs(layers, block, world_size, accumulation, is_partitioned=zero_stage == 3)
+    """Of a model with layers of DeepSpeed's MoE or of AutoEP, for all domain sizes."""
+    layers = [layer for module in model.modules() for layer in _layers_of(module)]
+    return needs_of_layers(layers, block, world_size, accumulation=accumulation, is_partitioned=zero_stage == 3)
 
 
-def _layers_of(module: nn.Module, dtype: torch.dtype | None) -> list[Layer]:
+def _layers_of(module: nn.Module) -> list[Layer]:
     """Return the module as a `Layer` if it is one of DeepSpeed's MoE layers; else an empty list."""
     layer: Any = module  # AutoEP's class does not exist everywhere
     if isinstance(module, MoE):
@@ -82,36 +44,11 @@ def _layers_of(module: nn.Module, dtype: torch.dtype | None) -> list[Layer]:
         pairs = [(p, full_shape(p)[1:]) for p in layer.experts.parameters()]
     else:
         return []
-    expert = _shell([(shape, dtype or p.dtype, p.requires_grad) for p, shape in pairs])
+    expert = shell([(shape, p.dtype, p.requires_grad) for p, shape in pairs])
     return [(expert, layer.num_local_experts, layer.ep_size)]
 
 
-def _future_layers(model: nn.Module, expert_parallel: Mapping[str, Any], dtype: torch.dtype | None) -> list[Layer]:
-    """Return the layers that AutoEP will make of the model, without changing the model."""
-    from deepspeed.module_inject.auto_ep import AutoEP
-    from deepspeed.module_inject.auto_ep_config import parse_autoep_config
-    from deepspeed.moe.ep_repack import repack_expert_requires_grad_flags
-
-    settings = parse_autoep_config(dict(expert_parallel))
-    layers: list[Layer] = []
-    for spec in AutoEP(model, settings).ep_parser():
-        if spec.num_experts % settings.autoep_size:
-            raise ConfigError(
-                f"{spec.moe_module_name}: {spec.num_experts} experts cannot be shared evenly by autoep_size "
-                f"{settings.autoep_size}; choose a divisor"
-            )
-        hidden, ffn = spec.hidden_size, spec.ffn_hidden_size
-        source = model.get_submodule(spec.moe_module_name).get_submodule(spec.experts_name)
-        num_local = spec.num_experts // settings.autoep_size
-        is_trained = repack_expert_requires_grad_flags(source, spec, 0, settings.autoep_size)
-        kept_in = dtype or next(source.parameters()).dtype
-        shapes = (ffn, hidden), (hidden, ffn), (ffn, hidden)  # w1, w2, w3
-        expert = _shell([(shape, kept_in, flag) for shape, flag in zip(shapes, is_trained, strict=True)])
-        layers.append((expert, num_local, settings.autoep_size))
-    return layers
-
-
-def _shell(parameters: Iterable[tuple[Sequence[int], torch.dtype, bool]]) -> nn.ParameterList:
+def shell(parameters: Iterable[tuple[Sequence[int], torch.dtype, bool]]) -> nn.ParameterList:
     """Return an expert without memory, with parameters of these shapes, types and trainability."""
     return nn.ParameterList(
         nn.Parameter(torch.empty(*shape, dtype=dtype, device="meta"), requires_grad=is_trained)
@@ -151,11 +88,12 @@ def _memory_of_layer(
     )
 
 
-def _print_needs(
-    layers: Sequence[Layer], block: Mapping[str, Any], world_size: int, accumulation: int, *, is_partitioned: bool
+def needs_of_layers(
+    layers: Sequence[Layer], block: Mapping[str, Any], world_size: int, *, accumulation: int, is_partitioned: bool
 ) -> dict[DomainSizes, MemoryNeeds]:
+    """By domain sizes; expert-parallel groups are consecutive ranks."""
     itemsize = next(layers[0][0].parameters()).element_size()
-    config = _exact_where_planned(parse_config(block, world_size=world_size).with_dtype(itemsize))
+    config = parse_config(block, world_size=world_size).with_dtype(itemsize)
     cluster, encoding = config.cluster(), encoding_of(config)
     alone = (1,) * len(cluster.levels)
     spans = [Partition.build(cluster, range(ep), alone).spans for _, _, ep in layers]
@@ -180,27 +118,4 @@ def _print_needs(
             is_on_host=encoding.is_on_host,
             accumulates=accumulation > 1,
         )
-    print(
-        f"Memory needed on each rank for replicas of experts, beside what DeepSpeed needs, in MiB:\n"
-        f"{world_size} ranks, {len(layers)} MoE layers\n"
-        f"  {'domain sizes':16} {'replicas':>10} {'codecs':>10} {'gradient sums':>14} {'returns':>10} {'all':>10} "
-        f"{'host':>10}"
-    )
-    for sizes, need in needs.items():
-        host = need.host + need.host_returns
-        columns = (need.replicas, need.codecs, need.gradient_sums, need.returns, need.total, host)
-        mib = [f"{num_bytes / 2**20:.1f}" for num_bytes in columns]
-        mark = "*" if sizes == config.domain_sizes else " "
-        print(
-            f"{mark} {list(sizes)!s:16} {mib[0]:>10} {mib[1]:>10} {mib[2]:>14} {mib[3]:>10} {mib[4]:>10} {mib[5]:>10}"
-        )
     return needs
-
-
-def _exact_where_planned(config: HybridEPConfig) -> HybridEPConfig:
-    """Return the settings with no codec where the job is to choose one."""
-    levels = []
-    for level in config.levels:
-        planned = [key for key in ("weight_codec", "gradient_codec") if getattr(level, key) == AUTO_CODEC]
-        levels.append(level.model_copy(update=dict.fromkeys(planned, IDENTITY)))
-    return config.model_copy(update={"levels": tuple(levels)})
