@@ -214,21 +214,15 @@ class HybridEPConfig(Settings):
         return self.model_copy(update={"levels": tuple(levels)})
 
     def describe_codecs(self) -> tuple[str, ...]:
-        """One line for each kind of payload that some level encodes, for the log."""
-        lines = []
-        for kind in CodecSet._fields:
-            over = [(level, getattr(level.all_codecs, kind)) for level in self.levels]
-            # If DeepSpeed sums dense parameters, only traffic of domains is encoded on a level.
-            said = [
-                f"{describe_codec(codec)} over {level.name}"
-                for level, codec in over
-                if codec != IDENTITY
-                and (self.dense_sync != "deepspeed" or (level.domain_size != 1 and not kind.startswith("dense")))
-            ]
-            if said:
-                subject = kind.replace("_", " ") if kind.startswith("dense") else f"expert {kind}"
-                lines.append(f"{subject}s: {', '.join(said)}")
-        return tuple(lines)
+        """A line for each kind of payload and level that is encoded, for the log."""
+        # If DeepSpeed sums dense parameters, only traffic of domains is encoded on a level.
+        return tuple(
+            f"{kind.replace('_', ' ')}s {describe_codec(codec)} over {level.name}"
+            for kind in CodecSet._fields
+            for level in self.levels
+            if (codec := getattr(level.all_codecs, kind)) != IDENTITY
+            and (self.dense_sync != "deepspeed" or (level.domain_size != 1 and not kind.startswith("dense")))
+        )
 
     def cluster(self) -> Cluster:
         """The levels in the units of `plan`: bytes per second and seconds."""

@@ -296,22 +296,24 @@ def test_the_recommended_set_is_made_of_codecs_once_the_type_is_known(itemsize):
     assert parse(BLOCK).with_dtype(itemsize) == parse(BLOCK)
 
 
-def test_codecs_are_described_with_one_line_for_each_kind():
+def test_codecs_are_described_with_one_line_for_each_kind_and_level():
     config = parse({"levels": [{**DC, "codecs": "recommended"}, {**GPU, "gradient_codec": "int8"}]}).with_dtype(2)
     gradient, dense_gradient = (describe_codec(recommended_codecs(2)[kind]) for kind in (1, 3))
     assert gradient == "low_rank factors log4 ratio 50 weighting rms"
     assert dense_gradient == "low_rank factors log4 ratio 50 rest int2 block 64 weighting rms"
     assert config.describe_codecs() == (
-        "expert weights: patch over dc",
-        f"expert gradients: {gradient} over dc, int8 over gpu",
-        "dense weights: patch over dc",
-        f"dense gradients: {dense_gradient} over dc, int8 over gpu",
+        "weights patch over dc",
+        f"gradients {gradient} over dc",
+        "gradients int8 over gpu",
+        "dense weights patch over dc",
+        f"dense gradients {dense_gradient} over dc",
+        "dense gradients int8 over gpu",
     )
     assert parse(BLOCK).describe_codecs() == ()
     # What DeepSpeed sends has no codec: only what a domain moves is left.
     levels = [{**DC, "domain_size": 2, "gradient_codec": "int8"}, {**GPU, "gradient_codec": "int8"}]
     alone = parse({"levels": levels, "dense_sync": "deepspeed"})
-    assert alone.describe_codecs() == ("expert gradients: int8 over dc",)
+    assert alone.describe_codecs() == ("gradients int8 over dc",)
 
 
 @pytest.mark.parametrize("key", ["dense_weight_codec", "dense_gradient_codec"])

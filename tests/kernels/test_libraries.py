@@ -251,21 +251,3 @@ def test_processes_that_wait_for_one_that_is_killed_build_once(building, fake_co
     building.lock.close()  # as the system does
     assert {future.result(100) for future in futures} == {str(HybridEPBuilder().library())}
     assert len(fake_compiler()) == 1
-
-
-def test_the_process_that_compiles_says_what_to_do_about_an_unknown_architecture(monkeypatch, capsys):
-    path = Path(builder_module.COMPILE_PROGRAM)
-    spec = importlib.util.spec_from_file_location("compile_program", path)
-    program = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(program)
-
-    def load(**arguments):
-        program.cpp_extension._get_cuda_arch_flags()
-
-    monkeypatch.setattr(program.cpp_extension, "load", load)
-    monkeypatch.setattr(program.json, "load", lambda file: {})
-    monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "99.0")
-    assert program.main() == 1
-    said = capsys.readouterr().out
-    assert "Unknown CUDA arch (99.0)" in said
-    assert "TORCH_CUDA_ARCH_LIST is '99.0': set it to what torch and nvcc know" in said
