@@ -30,17 +30,17 @@ COMMON = (
 PAGE = """\
 # Is it for you?
 
-What `ds_hybridep plan` predicts for two datacentres of GPUs with 80 GB: an uplink of 1, 10 or 100 Gbit/s for each,
-10 ms one way, NVLink inside; 8192 tokens per GPU and micro-step, 4 micro-steps, checkpointed activations, bf16, a
-learning rate of 1e-5, 396 TFLOPS per GPU. **Nothing here was measured on GPUs.** Each datacentre has the fewest GPUs,
-of 8, 16, 32 ..., that any plan fits.
+What `ds_hybridep plan` predicts for two datacentres of GPUs with 80 GB: 10 ms one way, NVLink inside; 8192 tokens per
+GPU and micro-step, 4 micro-steps, checkpointed activations, bf16, a learning rate of 1e-5, 396 TFLOPS per GPU.
+**Nothing here was measured on GPUs.** Each datacentre has the fewest GPUs, of 8, 16, 32 ..., that any plan fits.
 
-- **Plan**: domain sizes over the slow and the fast level; `ep`, the size of the expert-parallel group; `recommended`,
-  where codecs are used; `host state`, where residuals lie in host memory ([planning.md](planning.md)).
-- **Over DeepSpeed**: how many times as fast as the faster of DeepSpeed's two layouts that fits: expert parallelism
-  over everything, or inside each datacentre with data parallelism across.
+- **Gbit/s**: of the uplink of each datacentre.
+- **Plan**: domain sizes over the slow and the fast level, codecs, and the size of the expert-parallel group
+  ([how to read it](planning.md#what-comes-out)).
+- **Over DeepSpeed**: how many times as fast as the faster of DeepSpeed's layouts that fit: expert parallelism over
+  everything, or inside each datacentre with data parallelism across.
 - **What beats it**: pipeline stages across datacentres, or local SGD, which is not the same training. Neither is
-  provided here. Empty: nothing that was priced.
+  provided here.
 
 {table}
 
@@ -69,6 +69,7 @@ def rows() -> Iterator[tuple[str, ...]]:
     """Cells of the table, line by line."""
     for model, training in itertools.product(MODELS, TRAININGS):
         gpus, zero_stage = smallest(model, training)
+        case = f"{model}, {training}; 2 x {gpus} GPUs, ZeRO-{zero_stage}"
         for gbps in GBPS:
             plan = plan_of(model, training, gpus, zero_stage, gbps)
             best, fitting = plan.best, [way for way in plan.alternatives if not way.lacking_bytes]
@@ -80,7 +81,7 @@ def rows() -> Iterator[tuple[str, ...]]:
             ]
             ratio = f"{min(theirs) / best.step_s:.3g}" if theirs else "does not fit"
             yield (
-                model, training, f"2 x {gpus}, ZeRO-{zero_stage}", str(gbps), best.label.replace("|", " / "),
+                case if gbps == GBPS[0] else "", str(gbps), best.label.replace("|", " / "),
                 f"{best.step_s:.3g}", ratio, ", ".join(faster), f"{best.memory.total_bytes / 1e9:.0f}",
             )  # fmt: skip
 
@@ -90,9 +91,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    header = (
-        "model", "training", "GPUs", "Gbit/s", "plan", "s/step", "over DeepSpeed", "what beats it, times as fast",
-        "GB/GPU",
-    )  # fmt: skip
+    header = "training", "Gbit/s", "plan", "s/step", "over DeepSpeed", "what beats it, times as fast", "GB/GPU"
     args.out.write_text(PAGE.format(table=table(header, rows())))
     return 0

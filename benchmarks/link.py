@@ -7,7 +7,8 @@
 
 goodput   how much of a long link one or several connections fill, with BBR or CUBIC, with and without loss: two ranks
           on emulated hosts send each other one message
-messages  GB/s in one direction and in both, and a round trip of 64 bytes, beside gloo, on this machine
+messages  GB/s in one direction and in both, and a round trip of 64 bytes, with and without TLS, beside gloo, on this
+          machine
 loopback  step time of MoE layers alone, DeepSpeed's and ours, on four ranks; DeepSpeed runs twice, so that the noise
           of the machine can be read off
 """
@@ -15,10 +16,13 @@ loopback  step time of MoE layers alone, DeepSpeed's and ours, on four ranks; De
 import argparse
 import itertools
 import statistics
+import subprocess
+import tempfile
 import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -29,7 +33,7 @@ import ds_hybridep
 from benchmarks.common import Record, Records, interleaved, ratio, run_job, table
 from benchmarks.training import SIZES, Job, engine_of, moe_of
 from ds_hybridep.lab.topology import LinkSpec, Topology, parse_duration, parse_rate
-from ds_hybridep.link import URGENT, Link, Options
+from ds_hybridep.link import TLS, URGENT, Link, Options
 
 __all__ = ["Job", "add_arguments", "rank", "report", "run"]
 
@@ -83,9 +87,9 @@ def rank(args: argparse.Namespace, job: Job) -> None:
 class OverLink:
     """This rank's end of a link of two."""
 
-    def __init__(self, rank: int, host: str, options: Options) -> None:
+    def __init__(self, rank: int, host: str, options: Options, tls: TLS | None = None) -> None:
         self.peer = 1 - rank
-        self.link = Link(rank, 2, secret=bytes(32), host=host, timeout_s=60.0)
+        self.link = Link(rank, 2, secret=bytes(32), host=host, tls=tls, timeout_s=60.0)
         addresses: list[tuple[str, int]] = [("", 0)] * 2
         dist.all_gather_object(addresses, self.link.address)
         self.link.connect(dict(enumerate(addresses)), options)
@@ -149,10 +153,24 @@ def goodput(args: argparse.Namespace, job: Job) -> None:
     close(list(ways.values()))
 
 
+def make_certificate(folder: Path, rank: int) -> TLS:
+    """Return a certificate that is its own authority; that of rank 0 on both."""
+    folders = [folder]
+    dist.broadcast_object_list(folders)
+    certificate, key = folders[0] / "certificate.pem", folders[0] / "key.pem"
+    if rank == 0:
+        words = "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 2 -subj /CN=rank "
+        subprocess.run([*words.split(), "-keyout", key, "-out", certificate], check=True, capture_output=True)
+    dist.barrier()
+    return TLS(certificate, key, certificate)
+
+
 def messages(args: argparse.Namespace, job: Job) -> None:
     ways: dict[str, Any] = {"gloo": OverGloo(job.rank)}
-    for count in args.connections:
-        ways[f"link, {count} connections"] = OverLink(job.rank, "127.0.0.1", Options(connections=count))
+    with tempfile.TemporaryDirectory() as folder:
+        tls = make_certificate(Path(folder), job.rank)
+        for count, (name, files) in itertools.product(args.connections, (("link", None), ("TLS", tls))):
+            ways[f"{name}, {count} connections"] = OverLink(job.rank, "127.0.0.1", Options(connections=count), files)
     big, room = (torch.ones(args.megabytes * 10**6, dtype=torch.uint8) for _ in range(2))
     small, answer = torch.zeros(64, dtype=torch.uint8), torch.zeros(64, dtype=torch.uint8)
     is_first = job.rank == 0

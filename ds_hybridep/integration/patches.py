@@ -4,6 +4,9 @@
     TABLE      all changes that are allowed, and why
     Patches    the changes of one attachment; `undo` takes them back, last change first
 
+Modules are patched, not replaced: parameter names, identities and the gate stay DeepSpeed's, so checkpoints load with
+and without the block.
+
 Rows with `until` "detach" change one engine, its optimizer or its layers.  Rows with "last detach" change a class that
 all engines of the process share, as long as any engine is attached.  The import hook (`_autoload`) makes the changes
 of rows with "exit": they stay, and leave an engine without the block as it was.  What a row with "AutoEP" names is

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Local operations of token routing (which rows to send, gather them, sum them back) and of codecs.  No communication.
 
-reference.py says what each operation computes.
+reference.py says what each operation computes.  C++ and CUDA give the same bits, except for dot products of the gate's
+gradient and what low rank encodes.
 Legend: T tokens, K top_k, D hidden, R rows, N destinations, E experts.
 """
 

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from torch._C import _distributed_c10d
 
 _ours: dict[object, tuple[float, bool]] = {}  # waits of this package: when each began, and whether it needs all ranks
+Collective = tuple[int, str, str]  # recorder, group, and its number in the group
 # torch's flight recorders: of gloo, and of NCCL in builds that have it.
 _RECORDERS = [
     getattr(_distributed_c10d, name)
@@ -36,11 +37,20 @@ class Waits:
     """Call `look` again and again: torch's record says what is under way, and not since when."""
 
     def __init__(self) -> None:
-        self._torch: dict[tuple[int, str, str], float] = {}  # collectives under way, and when each was first seen
+        self._torch: dict[Collective, float] = {}  # those under way, and when each was first seen
+        self._ended: set[Collective] = set()  # those that torch calls under way, and that are not
 
-    def look(self) -> None:
-        now = time.monotonic()
-        self._torch = {one: self._torch.get(one, now) for one in _under_way()}
+    def look(self, *, closely: bool = False) -> None:
+        """Look now; `closely` takes up to 0.1 s.
+
+        Threads of gloo note the ends of collectives in any order.  So torch may call one under way that has ended,
+        until the next one.  Only its record of each collective is sure.
+        """
+        now, said = time.monotonic(), set(_under_way())
+        self._ended = {
+            one for one in said if one in self._ended or (closely and one in self._torch and _has_ended(one))
+        }
+        self._torch = {one: self._torch.get(one, now) for one in said - self._ended}
 
     def longest_s(self) -> float:
         """Return how long the oldest wait has lasted; 0 for none."""
@@ -54,10 +64,21 @@ class Waits:
         return time.monotonic() - min(begins) if begins else 0.0
 
 
-def _under_way() -> Iterator[tuple[int, str, str]]:
-    """Yield recorder, group and number of each group's newest collective, if it has not ended."""
+def _under_way() -> Iterator[Collective]:
+    """Yield each group's newest collective, if torch has not noted its end."""
     for index, record in enumerate(_RECORDERS):
         for group, status in json.loads(record(False, True)).get("pg_status", {}).items():
             started = status["last_enqueued_collective"]
             if started != status["last_completed_collective"]:
                 yield index, group, started
+
+
+def _has_ended(one: Collective) -> bool:
+    """Look a collective up in torch's record of those that were started last."""
+    index, group, number = one
+    entries = json.loads(_RECORDERS[index](True, False)).get("entries", ())
+    return any(
+        entry["retired"] and (str(entry["pg_id"]), str(entry["collective_seq_id"])) == (group, number)
+        for entry in entries
+        if not entry["is_p2p"]
+    )

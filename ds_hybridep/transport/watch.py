@@ -159,7 +159,7 @@ class Watch:
         if now - self._looked_at < LOOK_S:
             return
         self._looked_at = now
-        self._waits.look()
+        self._waits.look(closely=bool(self._news))
         if self._waits.longest_s() < WAIT_S or not self._cannot_go_on():
             self._ends_at = None  # an error may have ended the wait: what follows is up to the script
         elif self._ends_at is None:
@@ -228,7 +228,7 @@ class Watch:
                 while not self._is_told() and not self._has(GONE) and time.monotonic() < until:
                     time.sleep(LOOK_S / 20)
                 self._decide()
-        self._waits.look()
+        self._waits.look(closely=bool(self._news))
         # The interpreter would wait for collectives under way without a limit.  One that has failed is no longer under
         # way, but torch's record does not tell.
         if self._cause and self._waits.longest_s() > 0 and not _is_of_torch(error):

@@ -109,6 +109,21 @@ def test_examples_of_the_block_are_accepted(name: str) -> None:
 
 def test_links_between_documents_lead_somewhere() -> None:
     for path in DOCUMENTS:
-        for target in re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)", path.read_text()):
+        for target, heading in re.findall(r"\]\(([^)#\s]*)(?:#([^)]*))?\)", path.read_text()):
             if "://" not in target:
-                assert (path.parent / target).exists(), f"{path.name}: {target}"
+                other = (path.parent / target) if target else path
+                assert other.exists(), f"{path.name}: {target}"
+                assert not heading or heading in anchors_of(other), f"{path.name}: {target}#{heading}"
+
+
+def anchors_of(path: Path) -> set[str]:
+    """What headings are called in links, as on GitHub."""
+    headings = re.findall(r"^#+ (.*)$", BLOCK.sub("", path.read_text()), re.M)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def test_the_page_about_the_architecture_is_short_and_its_files_exist() -> None:
+    text = (REPOSITORY / "docs" / "architecture.md").read_text()
+    assert len(text.split()) <= 600
+    for name in re.findall(r"`([\w/]+/(?:\w+\.py)?)`", text):
+        assert any((folder / name).exists() for folder in (REPOSITORY, REPOSITORY / "ds_hybridep")), name

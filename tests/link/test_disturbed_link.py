@@ -20,9 +20,11 @@ from torch import distributed as dist
 from toy_model import ToyConfig
 from training import engine_of, train
 
+from ds_hybridep.link.trust import MAGIC, SECRET, Claims, dial
+
 pytestmark = [pytest.mark.dist, pytest.mark.slow, pytest.mark.timeout(600)]
 
-DURATION_S = 20.0
+DURATION_S = 60.0
 STEPS_AT_ONCE = 5
 MIB = 2**20
 CASE = Case(levels=levels_of((2, 2), (2, 1)), toy=ToyConfig(num_layers=2), zero_stage=1)
@@ -62,16 +64,53 @@ def send_garbage(link: Any, _: list[socket.socket]) -> None:
     time.sleep(0.01)
 
 
-DISTURBANCES = {"resets": reset_all, "scan": scan, "silence": keep_silent, "garbage": send_garbage}
+def send_without_end(link: Any, _: list[socket.socket]) -> None:
+    """As much as the port takes, behind what begins like a hello."""
+    with contextlib.suppress(OSError), socket.create_connection(link.address, timeout=1.0) as stranger:
+        for _ in range(64):
+            stranger.sendall(MAGIC + b"\xff" * MIB)
+    time.sleep(0.01)
+
+
+def knock(link: Any, secret: bytes, challenge_of_hello: bytes = b"") -> bytes:
+    """Go through the handshake as rank 2 would; return the verdict of the port, 0 for a welcome."""
+    with socket.create_connection(link.address, timeout=1.0) as stranger:
+        challenge = stranger.recv(1000)
+        steps = dial(secret, Claims(2, 1, 4, 0, len(link.peers[2].lanes), link.peers[2].instance, 0))
+        next(steps)
+        stranger.sendall(steps.send(challenge_of_hello or challenge)[0])
+        return stranger.recv(1000)[:1]
+
+
+def replay(link: Any, _: list[socket.socket]) -> None:
+    """A hello that was right for another challenge, as someone who has overheard it would send it."""
+    with contextlib.suppress(OSError):
+        assert knock(link, link.door._secret, MAGIC + bytes(32)) in (b"", bytes([SECRET]))
+    time.sleep(0.01)
+
+
+def guess(link: Any, _: list[socket.socket]) -> None:
+    with contextlib.suppress(OSError):
+        assert knock(link, random.randbytes(32)) in (b"", bytes([SECRET]))
+    time.sleep(0.01)
+
+
+DISTURBANCES = {
+    "resets": reset_all, "scan": scan, "silence": keep_silent, "garbage": send_garbage, "flood": send_without_end,
+    "replay": replay, "wrong secret": guess,
+}  # fmt: skip
 
 
 @contextlib.contextmanager
 def disturbing(link: Any, what: str) -> Iterator[None]:
-    ends, held = threading.Event(), list[socket.socket]()
+    ends, held, failures = threading.Event(), list[socket.socket](), list[Exception]()
 
     def run() -> None:
-        while not ends.is_set():
-            DISTURBANCES[what](link, held)
+        try:
+            while not ends.is_set():
+                DISTURBANCES[what](link, held)
+        except Exception as error:  # noqa: BLE001  raised below
+            failures.append(error)
 
     thread = threading.Thread(target=run)
     thread.start()
@@ -82,6 +121,7 @@ def disturbing(link: Any, what: str) -> Iterator[None]:
         thread.join()
         for one in held:
             one.close()
+        assert not failures
 
 
 def train_disturbed(what: str, num_rounds: int) -> dict[str, Any]:

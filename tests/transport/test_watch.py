@@ -23,6 +23,7 @@ from ds_hybridep.errors import CommunicationError
 from ds_hybridep.link import Fact
 from ds_hybridep.plan.cluster import Cluster, Level
 from ds_hybridep.transport import job_link
+from ds_hybridep.transport import waits as waits_module
 from ds_hybridep.transport.diagnosis import NEARBY, News, View, cause_of, peers_of, report
 from ds_hybridep.transport.job import longest_wait_s
 from ds_hybridep.transport.waits import Waits
@@ -238,13 +239,30 @@ def watch_a_barrier() -> tuple[bool, bool, float]:
     thread.join()
     deadline = time.monotonic() + 10
     while waits.longest_s() > 0 and time.monotonic() < deadline:  # torch notes the end a moment later
-        waits.look()
+        waits.look(closely=True)
     return is_seen[0], waits.longest_s() == 0, longest_wait_s(1e6)
 
 
 @pytest.mark.dist
 def test_a_wait_in_a_collective_of_torch_is_seen_while_it_lasts(pool2: ProcessPool):
     assert pool2.run(watch_a_barrier) == [(True, True, 1e6), (True, True, COLLECTIVE_LIMIT_S)]
+
+
+@pytest.mark.parametrize("has_ended", [False, True])
+def test_a_collective_whose_end_torch_has_noted_late_is_no_wait(monkeypatch, has_ended: bool):
+    """torch says that number 6 has ended last, because gloo's threads may note the ends of 6 and 7 in this order."""
+
+    def record(with_collectives: bool, _: bool) -> str:
+        entry = {"pg_id": 0, "is_p2p": False}
+        entries = [{**entry, "collective_seq_id": number, "retired": number < 7 or has_ended} for number in (5, 6, 7)]
+        status = {"0": {"last_enqueued_collective": "7", "last_completed_collective": "6"}}
+        return json.dumps({"pg_status": status, "entries": entries if with_collectives else []})
+
+    monkeypatch.setattr(waits_module, "_RECORDERS", [record])
+    waits = Waits()
+    waits.look()
+    waits.look(closely=True)
+    assert (waits.longest_s() == 0) == has_ended
 
 
 # -- real ranks -------------------------------------------------------------------------------------------------
