@@ -45,11 +45,6 @@ class Skeleton:
             for name, shape in self.shapes.items()
         }
 
-    def keeps_fp32(self, name: str) -> bool:
-        """Return True for what the model holds in fp32 in any case."""
-        kept = getattr(self.model, "_keep_in_fp32_modules_strict", None) or ()
-        return any(part in name for part in kept)
-
 
 class Base:
     """The folder or the name on the hub that `from_pretrained` was called with."""

@@ -9,7 +9,6 @@ those of experts are whole, [E, ...], in the order of the experts.
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -23,29 +22,16 @@ _CLASSIC = re.compile(r"(.*\.deepspeed_experts\.)(\d+)(\..*)")
 _RANK = re.compile(r"zero_pp_rank_(\d+)_mp_rank_(\d+)_")
 
 
-@dataclass
-class Checkpoint:
-    """What is in a checkpoint's folder."""
-
-    parameters: dict[str, Parameter] = field(default_factory=dict)
-    moe_paths: list[str] = field(default_factory=list)  # names of AutoEP's layers
-    is_classic: bool = False  # has layers of deepspeed.moe.layer.MoE
-
-
-def open_checkpoint(folder: Path) -> Checkpoint:
+def open_checkpoint(folder: Path) -> "Checkpoint":
     """Return all parameters of a checkpoint; ExportError if a file is missing, cut short or of another step."""
-    names = [path.name for path in folder.glob("*.pt")] if folder.is_dir() else []
+    names = [path.name for path in folder.glob("*.pt")]
     states = sorted(name for name in names if name.endswith("model_states.pt") and not name.startswith("layer_"))
-    if not states:
-        raise ExportError(
-            f"{folder} holds no files *model_states.pt; give the folder that save_checkpoint wrote, or one tag in it"
-        )
     for name in names:
         if (found := re.search(r"mp_rank_(\d+)", name)) and int(found[1]) > 0:
             raise UnsupportedError(f"{folder / name}: checkpoints of tensor or pipeline parallelism are not exported")
     loaded = [load(folder / name) for name in sorted(states, key=_rank_of)]
     try:
-        return _Opening(folder, loaded).result()
+        return Checkpoint(folder, loaded)
     except (KeyError, IndexError, TypeError, AttributeError, StopIteration) as error:
         raise ExportError(
             f"{folder} is not laid out as by DeepSpeed 0.19 ({type(error).__name__}: {error}); which version wrote it?"
@@ -57,34 +43,31 @@ def _rank_of(name: str) -> int:
     return int(found[1]) if found else 0
 
 
-class _Opening:
-    """Collects the parameters of one checkpoint."""
+class Checkpoint:
+    """What is in a checkpoint's folder: `parameters` by name.
+
+    moe_paths: names of AutoEP's layers.  is_classic: has layers of deepspeed.moe.layer.MoE.
+    """
 
     def __init__(self, folder: Path, states: list[dict[str, Any]]) -> None:
-        self.folder, self.states, self.state = folder, states, states[0]
+        self.parameters: dict[str, Parameter] = {}
+        self.folder, self.states, self.state, self.is_classic = folder, states, states[0], False
         self.world_size = int(self.state.get("dp_world_size", 1))
         self.layers: list[dict[str, Any]] = self.state.get("ds_autoep_layers") or []
+        self.moe_paths = [layer["module_path"] for layer in self.layers]
         self.is_partitioned = len(states) > 1 or _RANK.search(next(folder.glob("*_model_states.pt")).name) is not None
-        self.found = Checkpoint(moe_paths=[layer["module_path"] for layer in self.layers])
-        self.parameters = self.found.parameters
         # Experts in the order of ranks and of their weights, by the prefix of the weights' names.
         self.placement = {f"{layer['module_path']}.": _placement(layer) for layer in self.layers}
-
-    def result(self) -> Checkpoint:
-        """Return the checkpoint."""
         if self.is_partitioned:
             paths = self._files_of_ranks("model_states.pt")
             self._same("global_steps", paths, [state.get("global_steps") for state in self.states])
-        config = self.state.get("ds_config") or {}
-        if any(self.folder.glob("*zero_pp_rank_*_optim_states.pt")) or config.get("zero_optimization", {}).get(
-            "stage"
-        ):
+        zero = (self.state.get("ds_config") or {}).get("zero_optimization") or {}
+        if any(self.folder.glob("*zero_pp_rank_*_optim_states.pt")) or zero.get("stage"):
             self._add_masters()
         self._add_fragments()
         self._add_factors()
         self._add_expert_files()
         self._add_module()
-        return self.found
 
     # -- masters in ZeRO's partitions ---------------------------------------------------------------------------
 
@@ -149,7 +132,7 @@ class _Opening:
                 full = f"{before}{ep_rank * counts[before] + int(local)}{after}"
                 self.parameters[full] = in_files(shape, pieces)
         if _CLASSIC.fullmatch(name):
-            self.found.is_classic = True
+            self.is_classic = True
             return
         prefix = next((one for one in self.placement if name.startswith(f"{one}experts.")), None)
         if prefix is None:
@@ -218,7 +201,7 @@ class _Opening:
         counts = {layer["moe_layer_id"]: layer["num_experts"] for layer in left}
         if not self.layers:
             counts = dict(enumerate(self.state.get("num_experts") or ()))
-            self.found.is_classic = any(counts.values())
+            self.is_classic = any(counts.values())
         by_name: dict[str, dict[int, list[Piece]]] = {}
         shapes: dict[str, tuple[int, ...]] = {}
         for layer, expert in ((layer, expert) for layer, count in counts.items() for expert in range(count)):
@@ -226,7 +209,7 @@ class _Opening:
             for key, stored in load(path).items():
                 if not isinstance(stored, Tensor):
                     continue
-                if self.found.is_classic:
+                if self.is_classic:
                     self.parameters.setdefault(key, whole(stored))
                     continue
                 name, _, number = key.rpartition(".")  # M.experts.w1.3

@@ -148,7 +148,7 @@ def _whole(
 
 
 def _dtype(skeleton: Skeleton, model: Any, options: Options, name: str, hub_name: str) -> torch.dtype:
-    if skeleton.keeps_fp32(name):
+    if any(part in name for part in getattr(skeleton.model, "_keep_in_fp32_modules_strict", None) or ()):
         return torch.float32
     return options.dtype or model.dtype_of(hub_name)
 
@@ -175,7 +175,7 @@ def _single(name: str, parameter: Parameter, dtype: torch.dtype) -> Item:
 
 
 def _per_expert(skeleton: Skeleton, peft_model: adapters.PeftModel, model: Any, dtype: torch.dtype) -> Plan:
-    if peft_model.has_saved_modules:
+    if any(".lora_" not in key for key in peft_model.shapes):
         raise UnsupportedError(
             "layers of modules_to_save cannot be in adapters per expert; use --adapters or --merged"
         )
@@ -199,16 +199,12 @@ def _finish_model(skeleton: Skeleton, model: Any, dtype: torch.dtype, folder: Pa
     config.save_pretrained(folder)
 
 
-def _read(item: Item) -> Tensor:
-    return item.parameter.read(item.dtype)
-
-
 def write_files(
     plan: Plan,
     folder: Path,
     max_shard_size: str,
     progress: Callable[[int], object] = lambda num_bytes: None,
-    read: Callable[[Item], Tensor] = _read,
+    read: Callable[[Item], Tensor] = lambda item: item.parameter.read(item.dtype),
 ) -> None:
     """Write into a folder what the plan says, last what a loader reads first.  progress: is told bytes written."""
     # peft reads one file of adapters, never an index.

@@ -10,7 +10,6 @@ from dataclasses import asdict
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from ds_hybridep.integration.build import PlannedLayer
@@ -34,7 +33,7 @@ class Statistics:
     ) -> None:
         self._transport, self._layers, self._counts_dense = transport, list(layers), counts_dense
         self.num_steps = 0
-        self._reported: tuple[int, Tensor] = 0, torch.zeros(())  # last report: steps, seconds waited by rank
+        self._reported: tuple[int, list[float]] | None = None  # last report: steps, seconds waited by rank
         self.step_ends: deque[float] = deque(maxlen=NUM_TIMED_STEPS + 1)
 
     def local(self) -> dict[str, Any]:
@@ -68,8 +67,10 @@ class Statistics:
         record = self._record(total, len(ranks))
         for layer, found in zip(record["layers"], loads, strict=True):
             layer.update(found)
-        waited_s = torch.tensor([sum(one["exposed_s"].values()) for one in ranks], dtype=torch.float64)
-        return {**record, "world_size": len(ranks), "step_s": self._step_s(), "slowest": self._slowest(waited_s)}
+        waited_s = [sum(one["exposed_s"].values()) for one in ranks]
+        seconds = [later - earlier for earlier, later in itertools.pairwise(self.step_ends)]
+        step_s = statistics.median(seconds) if seconds else None
+        return {**record, "world_size": len(ranks), "step_s": step_s, "slowest": self._slowest(waited_s)}
 
     def _counters(self) -> dict[str, Any]:
         """Return numbers in dicts and lists of the same shape on all ranks; those of several ranks can be added."""
@@ -144,18 +145,16 @@ class Statistics:
             streams.join()
         return sums
 
-    def _slowest(self, waited_s: Tensor) -> dict[str, Any]:
-        """Return the rank that waited least since the last report.  waited_s: [ranks], since attach."""
-        steps, before_s = self._reported
+    def _slowest(self, waited_s: list[float]) -> dict[str, Any]:
+        """Return the rank that waited least since the last report.  waited_s: by rank, since attach."""
+        steps, before_s = self._reported or (0, [0.0] * len(waited_s))
         self._reported = self.num_steps, waited_s
-        per_step_s = (waited_s - before_s) / max(self.num_steps - steps, 1)
-        rank = int(per_step_s.argmin())
-        others_s = (per_step_s.sum() - per_step_s[rank]) / max(len(per_step_s) - 1, 1)
-        return {"rank": rank, "waited_s": float(per_step_s[rank]), "others_waited_s": float(others_s)}
-
-    def _step_s(self) -> float | None:
-        seconds = [later - earlier for earlier, later in itertools.pairwise(self.step_ends)]
-        return statistics.median(seconds) if seconds else None
+        per_step_s = [
+            (now - then) / max(self.num_steps - steps, 1) for now, then in zip(waited_s, before_s, strict=True)
+        ]
+        rank = per_step_s.index(min(per_step_s))
+        others_s = (sum(per_step_s) - per_step_s[rank]) / max(len(per_step_s) - 1, 1)
+        return {"rank": rank, "waited_s": per_step_s[rank], "others_waited_s": others_s}
 
     def _plain_ep_bytes(self) -> list[int]:
         """Return the bytes per level that this rank would have sent in DeepSpeed's own all-to-alls.
