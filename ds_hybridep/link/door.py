@@ -120,7 +120,7 @@ class Door:
 
     def _is_same(self, peer: Peer, theirs: Claims) -> bool:
         """Return False if the peer is gone, also because another process has taken its place."""
-        if not peer.is_begun:  # what an earlier link of the rank had still under way may have come first
+        if not peer.is_begun:
             peer.instance = theirs.instance
         if peer.instance != theirs.instance:
             peer.end("its process was restarted, and what it had sent and received is lost")

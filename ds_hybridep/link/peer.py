@@ -98,8 +98,8 @@ class Peer:
 
     @property
     def is_begun(self) -> bool:
-        """True once a lane of messages has had a connection."""
-        return any(lane.num_connections for lane in self._messages)
+        """True once a frame has come: a connection alone may be what an earlier link of the rank had under way."""
+        return any(lane.received_bytes for lane in self._messages)
 
     def is_connected(self) -> bool:
         """Return True if every lane has had a connection."""

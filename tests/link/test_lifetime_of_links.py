@@ -11,10 +11,21 @@ import time
 import weakref
 
 import pytest
-from link_pair import LIMIT_S, Process, close_all, connect_all, linked, linked_through_proxy, make_link
+from link_pair import (
+    LIMIT_S,
+    SECRET,
+    Process,
+    close_all,
+    connect_all,
+    content,
+    linked,
+    linked_through_proxy,
+    make_link,
+)  # fmt: skip
 
 import ds_hybridep.link.peer as peers
 from ds_hybridep.errors import CommunicationError
+from ds_hybridep.link.trust import WELCOME, Claims, dial
 
 COMPILED = "from ds_hybridep.kernels import load_kernels\nname = load_kernels('auto').name\nimport ctypes"
 HOLDS_THE_LOCK = """
@@ -128,6 +139,28 @@ def test_a_rank_that_has_made_its_link_again_is_connected_anew():
             second.close()
             assert [fact.kind for fact in first.facts()] == ["left"]
             second = make_link(1)
+    finally:
+        close_all([first, second])
+
+
+def test_what_an_earlier_link_of_a_rank_had_under_way_does_not_end_its_next_one():
+    first, second = make_link(0), make_link(1)
+    connecting = threading.Thread(target=first.connect, args=({1: second.address},), daemon=True)
+    try:
+        connecting.start()
+        deadline = time.monotonic() + LIMIT_S
+        while 1 not in first.peers and time.monotonic() < deadline:
+            time.sleep(0.01)
+        with socket.create_connection(first.address, timeout=LIMIT_S) as earlier:
+            steps = dial(SECRET, Claims(1, 0, 2, lane=0, num_lanes=3, instance=bytes(16), received=0))
+            _, count = next(steps)
+            earlier.sendall(steps.send(earlier.recv(count, socket.MSG_WAITALL))[0])
+            assert earlier.recv(1) == bytes([WELCOME])
+        second.connect({0: first.address})
+        connecting.join(LIMIT_S)
+        for turn in range(2):
+            second.channel("x", (0, 1)).send(0, content(turn, num_bytes=1000))
+            assert first.channel("x", (0, 1)).receive(1, max_bytes=1000).wait(LIMIT_S) == content(turn, num_bytes=1000)
     finally:
         close_all([first, second])
 
