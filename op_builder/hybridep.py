@@ -9,6 +9,7 @@ With DS_BUILD_HYBRIDEP=1 in the environment, setup.py builds ahead of time whate
 """
 
 import fcntl
+import glob
 import hashlib
 import importlib
 import importlib.util
@@ -17,12 +18,13 @@ import os
 import platform
 import re
 import shlex
-import shutil
 import subprocess
 import sys
 import sysconfig
 import tempfile
+import time
 from collections.abc import Callable
+from functools import cached_property
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -31,8 +33,11 @@ from deepspeed.ops.op_builder.cpu.builder import CPUOpBuilder
 from torch.utils import cpp_extension
 
 COMPILE_PROGRAM = Path(__file__).with_name("compile.py")
+MOST_WAIT_S = 600.0  # for the build of another process; then this one builds too
+LOCK_POLL_S = 0.1
 
 MIN_CAPABILITY = (8, 0)
+NAMES_BELOW = ("Kepler", "Maxwell", "Pascal", "Volta", "Turing")  # torch's names for those below MIN_CAPABILITY
 ARCH_LIST = "TORCH_CUDA_ARCH_LIST"
 
 
@@ -41,12 +46,11 @@ class HybridEPBuilder(CPUOpBuilder):  # type: ignore[misc]  # deepspeed has no t
 
     The CUDA kernels need compute capability 8.0 or later; lower entries of TORCH_CUDA_ARCH_LIST are left out.
 
-    The module's name ends in a digest of sources, flags, Python, torch, the C library, and for `-march=native` of the
-    processor.  So a changed source gets another name, no stale module is loaded, and unlike machines may share a home
-    directory.  For CUDA it has a library for each set of architectures.
+    The module's name ends in a digest of sources, flags, Python, torch, and for `-march=native` of the processor.  So
+    a changed source gets another name, and no stale module is loaded.  Unlike machines may share a home directory: a
+    module has a library for each set of architectures and compilers.
 
-        hybridep_rows_0123456789ab/kernels.so
-        hybridep_cuda_0123456789ab/8.0-9.0.so
+        hybridep_cuda_0123456789ab/8.0-9.0_a1b2c3d4e5f6.so      the last part is a digest of the compilers' versions
 
     A library that exists is imported, without a lock.  One that does not is built in a folder of its own and then
     linked to its place, never over another one, because other processes have that mapped.  What a killed build leaves
@@ -98,7 +102,7 @@ class HybridEPBuilder(CPUOpBuilder):  # type: ignore[misc]  # deepspeed has no t
             return f"{ARCH_LIST}={os.environ[ARCH_LIST]!r} names nothing of compute capability 8.0 or later, as needed"
         if cpp_extension.CUDA_HOME is None or not self.nvcc().exists():
             return "nvcc was not found; install the CUDA toolkit of torch's version and set CUDA_HOME to its folder"
-        version = re.search(r"release (\d+)\.\d+", _version_of(self.nvcc()))
+        version = re.search(r"release (\d+)\.\d+", _version_of([str(self.nvcc())]))
         if version is not None and version[1] != str(torch.version.cuda).split(".")[0]:
             return (
                 f"{self.nvcc()} is of CUDA {version[1]}, torch of CUDA {torch.version.cuda}; "
@@ -159,10 +163,17 @@ class HybridEPBuilder(CPUOpBuilder):  # type: ignore[misc]  # deepspeed has no t
         """The flag to compile for this very processor.  DeepSpeed's own method takes a second to find the same."""
         return "-mcpu=native" if platform.machine().startswith("ppc") else "-march=native"
 
+    @cached_property
+    def compilers(self) -> str:
+        """What the compilers say of themselves; empty unless all can be run."""
+        commands = [shlex.split(os.environ.get("CXX", "c++")), *([[str(self.nvcc())]] if self.is_cuda else [])]
+        said = [_version_of(command) for command in commands]
+        return "\0".join(said) if all(said) else ""
+
     def digest(self) -> str:
-        """A digest of what decides the module, whoever compiles it and for which architectures of GPUs."""
-        suffix, c_library = str(sysconfig.get_config_var("EXT_SUFFIX")), "".join(platform.libc_ver())
-        parts = [*self.cxx_args(), *self.nvcc_args(), sys.version, suffix, c_library, torch.__version__]
+        """A digest of what decides the module, whoever compiles it and for which architectures."""
+        suffix = str(sysconfig.get_config_var("EXT_SUFFIX"))
+        parts = [*self.cxx_args(), *self.nvcc_args(), sys.version, suffix, torch.__version__]
         headers = [path for folder in self.include_paths() for path in sorted(Path(folder).glob("*.h"))]
         texts = [path.read_bytes() for path in [*map(Path, self.sources()), *headers]]
         return _digest([*map(str.encode, parts), b"" if self.is_cuda else _processor().encode(), *texts])
@@ -173,20 +184,37 @@ class HybridEPBuilder(CPUOpBuilder):  # type: ignore[misc]  # deepspeed has no t
         return Path(root).absolute() / self.name
 
     def library(self) -> Path:
-        """Where the library lies, once it is built."""
-        architectures = "-".join(_architectures()) if self.is_cuda else "kernels"
-        return self.build_directory() / f"{architectures}.so"
+        """Where the library by the compilers of this machine lies, once it is built."""
+        architectures = f"{'-'.join(_architectures())}_" if self.is_cuda else ""
+        return self.build_directory() / f"{architectures}{_digest([self.compilers.encode()])}.so"
+
+    def find_library(self) -> Path | None:
+        """The library that was built earlier.  On a machine without compilers, that of any."""
+        library = self.library()
+        if self.compilers:
+            return library if library.exists() else None
+        architectures = library.name.rpartition("_")[0]
+        pattern = f"{glob.escape(architectures)}_*.so" if self.is_cuda else "*.so"
+        return min(library.parent.glob(pattern), default=None)
 
     def is_built(self) -> bool:
         """Whether loading would compile nothing."""
-        return self.is_ahead_of_time() or self.library().exists()
+        return self.is_ahead_of_time() or self.find_library() is not None
 
     def load(self, verbose: bool = True) -> Any:
         """The module compiled ahead of time from these very sources and flags, else the one from `jit_load`."""
         if self.name not in self._loaded_ops:
-            ready = importlib.import_module(self.absolute_name()) if self.is_ahead_of_time() else None
-            self._loaded_ops[self.name] = ready or self.jit_load(verbose)
+            self._loaded_ops[self.name] = self._ahead_of_time() or self.jit_load(verbose)
         return self._loaded_ops[self.name]
+
+    def _ahead_of_time(self) -> Any:
+        """The module compiled ahead of time; None if there is none, or if a build would fit the device better."""
+        if not self.is_ahead_of_time():
+            return None
+        module = importlib.import_module(self.absolute_name())
+        if self.why_unusable(module) is None:
+            return module
+        return None if self.find_library() is not None or self._why_no_build() is None else module
 
     def builder(self) -> Any:
         """The extension that setup.py builds ahead of time."""
@@ -207,8 +235,9 @@ class HybridEPBuilder(CPUOpBuilder):  # type: ignore[misc]  # deepspeed has no t
             ImportError: the library cannot be loaded.
             OSError: the build folder cannot be written.
         """
-        library = self.library()
-        if not library.exists():
+        library = self.find_library()
+        if library is None:
+            library = self.library()
             _make_once(library, lambda: self._compile(library))
         spec = importlib.util.spec_from_file_location(self.name, library)
         assert spec is not None, library
@@ -218,9 +247,9 @@ class HybridEPBuilder(CPUOpBuilder):  # type: ignore[misc]  # deepspeed has no t
         return module
 
     def _compile(self, library: Path) -> None:
-        compiler = os.environ.get("CXX", "c++")
-        if shutil.which(shlex.split(compiler)[0]) is None:
-            raise RuntimeError(f"{compiler} cannot be run; install a C++ compiler, or set CXX to one that is there")
+        if not self.compilers:
+            wanted = f"{os.environ.get('CXX', 'c++')}{' or nvcc' if self.is_cuda else ''}"
+            raise RuntimeError(f"{wanted} cannot be run; install a C++ compiler, or set CXX to the one that you have")
         library.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix="building-", dir=library.parent, ignore_cleanup_errors=True) as folder:
             arguments = {
@@ -248,28 +277,43 @@ class HybridEPBuilder(CPUOpBuilder):  # type: ignore[misc]  # deepspeed has no t
 
 
 def _make_once(library: Path, make: Callable[[], None]) -> None:
-    """Call `make`, unless another process of this machine makes the library meanwhile; if it fails, so does this.
+    """Call `make`, unless another process of this machine makes the library meanwhile.
 
-    Machines do not wait for each other, because locks of shared folders cannot be relied on; the first that is ready
-    puts its library in place.
+    Nobody waits for more than one build: if that fails, its error is raised here too.  Machines do not wait for each
+    other, because locks of shared folders cannot be relied on; the first that is ready puts its library in place.
     """
-    path = Path(tempfile.gettempdir()) / f"ds_hybridep_{os.getuid()}_{_digest([os.fsencode(library)])}.lock"
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
-    with os.fdopen(descriptor, "r+", encoding="utf-8") as file:  # closing it gives up the lock, as does our end
-        has_waited = not _try_lock(file)
-        if has_waited:
-            fcntl.flock(file, fcntl.LOCK_EX)
+    file = _open_lock(library)
+    if file is None:
+        return make()
+    with file:  # closing it gives up the lock, and so does the end of this process
+        is_mine = is_first = _try_lock(file)
+        deadline_s = time.monotonic() + MOST_WAIT_S
+        while not (is_mine or library.exists() or time.monotonic() > deadline_s):
+            time.sleep(LOCK_POLL_S)
+            is_mine = _try_lock(file)
         if library.exists():
-            return
-        if has_waited and (failure := file.read()):
+            return None
+        failure = file.read() if is_mine and not is_first else ""
+        if failure:
             raise RuntimeError(failure)
-        file.truncate(0)
+        if is_mine:
+            file.truncate(0)
         try:
             make()
         except (RuntimeError, OSError) as error:
-            file.seek(0)
-            file.write(str(error))
+            if is_mine:
+                file.seek(0)
+                file.write(str(error))
             raise
+
+
+def _open_lock(library: Path) -> TextIO | None:
+    """A file of this machine and user that stands for the library; None if there cannot be one."""
+    path = Path(tempfile.gettempdir()) / f"ds_hybridep_{os.getuid()}_{_digest([os.fsencode(library)])}.lock"
+    try:
+        return os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600), "r+", encoding="utf-8")
+    except OSError:
+        return None
 
 
 def _try_lock(file: TextIO) -> bool:
@@ -277,6 +321,8 @@ def _try_lock(file: TextIO) -> bool:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
+    except OSError:  # no locks here: the lock only saves work
+        pass
     return True
 
 
@@ -301,8 +347,7 @@ def _digest(parts: list[bytes]) -> str:
 
 def _architectures() -> list[str]:
     """The architectures to build for: those listed, or else the devices' own, from MIN_CAPABILITY on."""
-    found = [(arch, re.match(r"(\d+)\.(\d+)", arch)) for arch in _listed() or _of_devices()]
-    return [arch for arch, number in found if number is None or (int(number[1]), int(number[2])) >= MIN_CAPABILITY]
+    return [arch for arch in _listed() or _of_devices() if not _is_below(arch)]
 
 
 def _listed() -> list[str]:
@@ -317,8 +362,22 @@ def _of_devices() -> list[str]:
     return [f"{major}.{minor}" for major, minor in sorted(found)]
 
 
-def _version_of(nvcc: Path) -> str:
-    return subprocess.run([nvcc, "--version"], capture_output=True, text=True, timeout=60).stdout
+def _is_below(arch: str) -> bool:
+    """Whether an entry of TORCH_CUDA_ARCH_LIST, a number or a name, is below MIN_CAPABILITY."""
+    number = re.match(r"(\d+)\.(\d+)", arch)
+    return arch.startswith(NAMES_BELOW) if number is None else (int(number[1]), int(number[2])) < MIN_CAPABILITY
+
+
+def _version_of(command: list[str]) -> str:
+    """What a compiler says to --version, in English whatever the user's language; empty if it cannot be run."""
+    english = {**os.environ, "LC_ALL": "C"}
+    try:
+        run = subprocess.run(
+            [*command, "--version"], env=english, capture_output=True, text=True, timeout=60, check=True
+        )
+    except (OSError, subprocess.SubprocessError):
+        return ""
+    return run.stdout
 
 
 def _processor() -> str:

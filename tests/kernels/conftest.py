@@ -53,7 +53,7 @@ def cuda_machine(monkeypatch, tmp_path):
     monkeypatch.setattr(cuda, "get_device_capability", lambda device=0: machine.capabilities[device])
     monkeypatch.setattr(cuda, "get_device_name", lambda device=0: "Some GPU")
     monkeypatch.setattr(builder_module.cpp_extension, "CUDA_HOME", str(tmp_path))
-    monkeypatch.setattr(builder_module, "_version_of", lambda nvcc: machine.nvcc)
+    monkeypatch.setattr(builder_module, "_version_of", lambda command: machine.nvcc)
     monkeypatch.delenv("TORCH_CUDA_ARCH_LIST", raising=False)
     (tmp_path / "bin").mkdir()
     (tmp_path / "bin" / "nvcc").touch()

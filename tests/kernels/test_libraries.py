@@ -25,8 +25,9 @@ FAKE_COMPILE = Path(__file__).with_name("fake_compile.py")
 
 def lock_of(builder):
     """The file that says who builds, of this machine and user."""
-    name = f"ds_hybridep_{os.getuid()}_{builder_module._digest([os.fsencode(builder.library())])}.lock"
-    return open(Path(builder_module.tempfile.gettempdir()) / name, "a+", encoding="utf-8")
+    file = builder_module._open_lock(builder.library())
+    assert file is not None
+    return file
 
 
 # --- Names -----------------------------------------------------------------------------------------------------------
@@ -56,11 +57,33 @@ def test_kernels_for_cuda_are_another_module_with_a_library_for_each_set_of_arch
     assert builder.name.startswith("hybridep_cuda_")
     assert any(source.endswith("cuda/rows.cu") for source in builder.sources())
     assert not any("/cpu/" in source for source in builder.sources())
-    assert builder.library().name == "8.0-9.0+PTX.so"
+    assert builder.library().name.startswith("8.0-9.0+PTX_")
     monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "9.0")
-    assert HybridEPBuilder("cuda").library().name == "9.0.so"
+    assert HybridEPBuilder("cuda").library().name.startswith("9.0_")
     with pytest.raises(ValueError, match="device_type: got 'tpu', wanted 'cpu' or 'cuda'"):
         HybridEPBuilder("tpu")
+
+
+@pytest.mark.parametrize("device_type", ["cpu", "cuda"])
+def test_another_version_of_a_compiler_makes_another_library(cuda_machine, device_type):
+    before = HybridEPBuilder(device_type).library()
+    cuda_machine.nvcc = "Cuda compilation tools, release 13.1, V13.1.1"
+    after = HybridEPBuilder(device_type).library()
+    assert after.parent == before.parent
+    assert after != before
+
+
+def test_the_users_language_makes_no_difference(monkeypatch, tmp_path):
+    compiler = tmp_path / "c++"
+    compiler.write_text("#!/bin/sh\necho c++ 12.2 $LC_ALL $LANG\n")
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CXX", str(compiler))
+    monkeypatch.delenv("LANG", raising=False)
+    libraries = set()
+    for language in ("de_DE.UTF-8", "C"):
+        monkeypatch.setenv("LC_ALL", language)
+        libraries.add(HybridEPBuilder().library())
+    assert len(libraries) == 1
 
 
 # --- Built ahead of time ---------------------------------------------------------------------------------------------
@@ -98,6 +121,16 @@ def test_a_module_built_ahead_of_time_is_taken_whatever_architectures_are_listed
     assert fake_compiler() == []
 
 
+def test_a_module_built_ahead_of_time_for_other_devices_gives_way_to_a_build(
+    cuda_machine, fake_compiler, forget_builds, monkeypatch
+):
+    module = types.SimpleNamespace(code_error=lambda: "no kernel image is available")
+    install(monkeypatch, module, HybridEPBuilder("cuda").absolute_name())
+    built = HybridEPBuilder("cuda").load()
+    assert built.__file__ == str(HybridEPBuilder("cuda").library())
+    assert len(fake_compiler()) == 1
+
+
 def test_a_module_built_ahead_of_time_for_other_devices_is_named_where_none_can_be_built(
     cuda_machine, fake_compiler, forget_builds, monkeypatch
 ):
@@ -132,6 +165,7 @@ def test_a_library_that_exists_is_imported_without_compiler_ninja_and_lock(fake_
         monkeypatch.setenv("PATH", "")
         monkeypatch.setattr(builder_module, "_try_lock", None)  # not called
         builder = HybridEPBuilder()
+        assert builder.compilers == ""
         assert builder.is_built()
         assert builder.jit_load().__file__ == first.__file__
     assert len(fake_compiler()) == 1
@@ -245,9 +279,44 @@ def test_a_build_that_failed_is_tried_again_by_those_who_come_later(fake_compile
     assert len(fake_compiler()) == 3
 
 
-def test_processes_that_wait_for_one_that_is_killed_build_once(building, fake_compiler):
+@pytest.mark.parametrize("end", ["killed", "built on another machine"])
+def test_processes_that_wait_take_what_they_or_others_have_built(building, fake_compiler, end):
     futures = building.load(8)
     assert building.waiting.wait(100)
-    building.lock.close()  # as the system does
+    if end == "killed":
+        building.lock.close()  # as the system does
+    else:
+        HybridEPBuilder()._compile(HybridEPBuilder().library())
     assert {future.result(100) for future in futures} == {str(HybridEPBuilder().library())}
     assert len(fake_compiler()) == 1
+
+
+def test_nobody_waits_for_ever(building, fake_compiler, monkeypatch):
+    monkeypatch.setattr(builder_module, "MOST_WAIT_S", 0.2)
+    assert HybridEPBuilder().jit_load()
+    assert len(fake_compiler()) == 1
+
+
+@pytest.mark.parametrize("place", ["missing", "file"])
+def test_a_machine_without_a_place_for_locks_builds(fake_compiler, monkeypatch, tmp_path, place):
+    (tmp_path / "file").touch()
+    monkeypatch.setattr(builder_module.tempfile, "tempdir", str(tmp_path / place))
+    assert HybridEPBuilder().jit_load()
+
+
+def test_the_process_that_compiles_says_what_to_do_about_an_unknown_architecture(monkeypatch, capsys):
+    path = Path(builder_module.COMPILE_PROGRAM)
+    spec = importlib.util.spec_from_file_location("compile_program", path)
+    program = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(program)
+
+    def load(**arguments):
+        program.cpp_extension._get_cuda_arch_flags()
+
+    monkeypatch.setattr(program.cpp_extension, "load", load)
+    monkeypatch.setattr(program.json, "load", lambda file: {})
+    monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "99.0")
+    assert program.main() == 1
+    said = capsys.readouterr().out
+    assert "Unknown CUDA arch (99.0)" in said
+    assert "TORCH_CUDA_ARCH_LIST is '99.0': set it to what torch and nvcc know" in said
