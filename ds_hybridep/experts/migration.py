@@ -20,12 +20,12 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from ds_hybridep.errors import GradientNotReturnedError, VerificationError
-from ds_hybridep.experts.partitioned import stand_in, take_away
+from ds_hybridep.experts.partitioned import take_away
 from ds_hybridep.experts.replicas import Replicas, WeightShipment
 from ds_hybridep.sync.transfers import Reduce, StagePipeline
 from ds_hybridep.transport.channels import Purpose, Transport, profiler_range
@@ -184,13 +184,10 @@ class MigrationManager:
         prefetch_depth: int,
         is_boundary: Callable[[], bool],
     ) -> None:
-        self._transport = transport
-        self.layers = list(layers)
-        self._return_depth = prefetch_depth
-        self._is_boundary = is_boundary
-        self._pipelines = list(
-            dict.fromkeys(pipeline for one in layers for pipeline in (one.weight_pipeline, one.gradient_pipeline))
-        )
+        self._transport, self.layers = transport, list(layers)
+        self._return_depth, self._is_boundary = prefetch_depth, is_boundary
+        used = (pipeline for one in layers for pipeline in (one.weight_pipeline, one.gradient_pipeline))
+        self._pipelines = list(dict.fromkeys(used))
 
     @property
     def is_stale(self) -> bool:
@@ -202,7 +199,7 @@ class MigrationManager:
     def acquire(self, position: int) -> list[list[dict[str, Tensor]]]:
         """Return weights of the domain's experts by [slot][module of the layer's `experts`], as part of the graph.
 
-        The values are valid after `wait_for_weights`.  Slots of other ranks are views of the replicas; under ZeRO-3
+        The values are valid after `finish_shipment`.  Slots of other ranks are views of the replicas; under ZeRO-3
         the own slot is a view of its copy.  The own slot has only trainable parameters, unless the module is grouped.
         """
         layer = self.layers[position]
@@ -219,9 +216,6 @@ class MigrationManager:
             return replicas.by_slot(_Acquire.apply(self, layer, handle, *aliases))
         layer.prefetched = None
         return replicas.by_slot(replicas.with_own(own))
-
-    def wait_for_weights(self, position: int) -> None:
-        self.layers[position].finish_shipment()
 
     def _take_prefetched(self, position: int) -> tuple[ReturnHandle, tuple[Tensor, ...]]:
         """Return the prefetch node of this call's layer.  A recomputation makes its own, right before acquire.
@@ -299,11 +293,6 @@ class MigrationManager:
         if wait:
             self.finish_shipments()
 
-    def refresh_stale(self) -> None:
-        """Call `refresh` now instead of in the next forward, if weights have changed; all ranks must call."""
-        if self.is_stale:
-            self.refresh()
-
     def check_returned(self, before: str) -> None:
         """Raise GradientNotReturnedError if replicas hold gradients; `before` says what is about to happen."""
         waiting = (Gradients.ACCUMULATING, Gradients.RETURNING)
@@ -361,13 +350,10 @@ def is_in_backward() -> bool:
 # -- autograd -----------------------------------------------------------------------------------------------------
 
 
-def _stand_in(replicas: Replicas) -> list[nn.Parameter]:
-    return stand_in(replicas.own.parameters()) if replicas.own.is_partitioned else []
-
-
 def _prefetch(layer: LayerExperts) -> tuple[ReturnHandle, tuple[Tensor, ...]]:
-    handle, away = ReturnHandle(), _stand_in(layer.replicas)
-    aliases = _Prefetch.apply(layer, handle, *layer.replicas.own.parameters())
+    handle, own = ReturnHandle(), layer.replicas.own
+    away = own.stand_in()
+    aliases = _Prefetch.apply(layer, handle, *own.parameters())
     if away:
         take_away(away)
     return handle, aliases
@@ -385,8 +371,7 @@ class _Prefetch(Function):
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         # Autograd accumulates these gradients before it does anything else, and then needs the parameters' shapes.
-        away = _stand_in(ctx.layer.replicas)
-        if away:
+        if away := ctx.layer.replicas.own.stand_in():
             torch.autograd.Variable._execution_engine.queue_callback(partial(take_away, away))
         if ctx.handle.operation is None:  # not the accumulation boundary: the owner's own part only
             return None, None, *gradients

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ds_hybridep.errors import UnsupportedError
-from ds_hybridep.experts.partitioned import full_shape, gathered
+from ds_hybridep.experts.partitioned import full_shape, gathered, stand_in
 
 
 @dataclass(frozen=True)
@@ -134,6 +134,10 @@ class OwnSlot:
         """Return trainable parameters, by `experts` and name; ZeRO-3 does not gather them for this."""
         named = [dict(expert.named_parameters()) for expert in self.experts]
         return [parameters[name] for parameters in named for name in self._trainable_names]
+
+    def stand_in(self) -> list[nn.Parameter]:
+        """Give parameters that ZeRO-3 has taken away their full shape, for autograd, and return them."""
+        return stand_in(self.parameters()) if self.is_partitioned else []
 
     def check_trainability(self) -> None:
         """Raise UnsupportedError if a parameter was unfrozen since the blocks were laid out."""

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checks with checksums that every replica holds its owner's weights."""
 
-from collections.abc import Iterable
+import itertools
+from collections.abc import Iterator
 from contextlib import nullcontext
 from typing import Any
 
@@ -13,7 +14,7 @@ from ds_hybridep.experts.migration import MigrationManager
 from ds_hybridep.experts.partitioned import gathered
 from ds_hybridep.experts.replicas import Replicas
 from ds_hybridep.kernels import Kernels
-from ds_hybridep.sync.mirrors import Mirror
+from ds_hybridep.sync.mirrors import Mirror, Replica
 from ds_hybridep.transport.channels import Purpose, Transport
 
 
@@ -47,48 +48,36 @@ def checksums(replicas: Replicas, kernels: Kernels) -> Tensor:
     """
     feedback = replicas.feedback
     lossy = {} if feedback is None else feedback.lossy_replicas
+    encoded_of: list[tuple[int, Replica | Mirror | None]] = [
+        (slot, lossy.get(slot)) for slot in range(len(replicas.domain_ranks))
+    ]
+    encoded_of += [(replicas.own_slot, mirror) for mirror in (() if feedback is None else feedback.mirrors)]
     rows = []
-    for slot in range(len(replicas.domain_ranks)):
-        encoded = lossy.get(slot)
-        sums = _Sums(kernels, replicas.device)
-        sums.add_slot(replicas, slot, frozen_only=encoded is not None)
+    for slot, encoded in encoded_of:
+        tensors = _weights_of(replicas, slot, frozen_only=encoded is not None)
         if encoded is not None:
-            sums.add_all(map(encoded.home.fetch, encoded.values))
-        rows.append(sums.total)
-    for mirror in () if feedback is None else feedback.mirrors:
-        sums = _Sums(kernels, replicas.device)
-        sums.add_slot(replicas, replicas.own_slot, frozen_only=True)
-        sums.add_all(map(mirror.home.fetch, mirror.values))
-        rows.append(sums.total)
+            tensors = itertools.chain(tensors, map(encoded.home.fetch, encoded.values))
+        total = torch.zeros(2, dtype=torch.int64, device=replicas.device)
+        for weight, tensor in zip(itertools.count(1, 2), tensors):  # sums depend on the order of the tensors
+            total += kernels.bit_sums(tensor.contiguous()) * weight
+        rows.append(total)
     return torch.stack(rows).cpu()
 
 
-class _Sums:
-    """Two sums over the bits of tensors, which depend on the order of the tensors."""
-
-    def __init__(self, kernels: Kernels, device: torch.device) -> None:
-        self._kernels, self._weight = kernels, 1
-        self.total = torch.zeros(2, dtype=torch.int64, device=device)
-
-    def add_all(self, tensors: Iterable[Tensor]) -> None:
-        for tensor in tensors:
-            self.total += self._kernels.bit_sums(tensor.contiguous()) * self._weight
-            self._weight += 2
-
-    def add_slot(self, replicas: Replicas, slot: int, *, frozen_only: bool) -> None:
-        """Add the weights of a slot; for the own slot add its parameters, which ZeRO-3 gathers one by one."""
-        names = [piece.name for block in replicas.layout.blocks for piece in block.slices]
-        names = [name for name in names if not frozen_only or name not in replicas.trainable_names]
-        is_own = slot == replicas.own_slot
-        experts: list[dict[str, Any]] = (
-            [dict(expert.named_parameters()) for expert in replicas.own.experts]
-            if is_own
-            else replicas.weights_by_name(slot)
-        )
-        for weights in experts:
-            for name in names:
-                with gathered([weights[name]]) if is_own and replicas.own.is_partitioned else nullcontext():
-                    self.add_all([weights[name].detach()])
+def _weights_of(replicas: Replicas, slot: int, *, frozen_only: bool) -> Iterator[Tensor]:
+    """Yield the weights of a slot; of the own slot its parameters, which ZeRO-3 gathers one by one."""
+    names = [piece.name for block in replicas.layout.blocks for piece in block.slices]
+    names = [name for name in names if not frozen_only or name not in replicas.trainable_names]
+    is_own = slot == replicas.own_slot
+    experts: list[dict[str, Any]] = (
+        [dict(expert.named_parameters()) for expert in replicas.own.experts]
+        if is_own
+        else replicas.weights_by_name(slot)
+    )
+    for weights in experts:
+        for name in names:
+            with gathered([weights[name]]) if is_own else nullcontext():
+                yield weights[name].detach()
 
 
 def _owners_row(replicas: Replicas, slot: int, holder: int) -> int:

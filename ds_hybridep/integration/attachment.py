@@ -209,8 +209,9 @@ class Attachment(EngineStep):
 
     def ship_partitioned(self) -> None:
         """Under ZeRO-3, ship weights now: in a forward, ZeRO-3 prefetches the parameters that it expects next."""
-        if self.engine.zero_optimization_stage() == 3:
-            self.runtime.migration.refresh_stale()
+        migration = self.runtime.migration
+        if self.engine.zero_optimization_stage() == 3 and migration.is_stale:
+            migration.refresh()
 
     # -- reports ----------------------------------------------------------------------------------------------------
 

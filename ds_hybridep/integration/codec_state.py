@@ -61,8 +61,8 @@ class CodecState:
 
     def save(self, folder: Path, step: int) -> None:
         """Write what lossy codecs keep into a checkpoint's folder, before it is complete; all ranks must call."""
-        if self.feedbacks:
-            self._migration.refresh_stale()
+        if self.feedbacks and self._migration.is_stale:
+            self._migration.refresh()
         self._migration.finish()  # a run that resumes begins with up-to-date replicas
         saved = self._state() if self.feedbacks or self._groups or self.waiting.is_in_use else None
         about = {"plan": self.plan, "step": step, "world_size": self._transport.world_size}

@@ -126,7 +126,7 @@ class HybridMoE:
     ) -> Tensor:
         """Run every expert of the domain on its rows, even on zero rows: all ranks must run the same operations."""
         if self.migration is not None:
-            self.migration.wait_for_weights(self.position)
+            self.migration.layers[self.position].finish_shipment()
         with profiler_range("experts", self.name):
             plan = self.kernels.plan_routes(row_idx, self.expert_to_slot, self.num_slots * self.num_local)
             splits = plan.rows_per_destination.tolist()
