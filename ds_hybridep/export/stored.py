@@ -25,7 +25,6 @@ from ds_hybridep.errors import ExportError
 _HARMLESS = set("set frozenset list dict tuple int float bool str bytes bytearray complex".split())  # of builtins
 _CHUNK = 1 << 24  # elements that are read at once
 _DAMAGED = (OSError, RuntimeError, LookupError, ValueError, TypeError, AttributeError, EOFError, pickle.PickleError)
-_DAMAGED = (OSError, RuntimeError, LookupError, ValueError, TypeError, AttributeError, EOFError, pickle.PickleError)
 _MADV_PAGEOUT = 21  # of Linux 5.4 and later; never loses data
 
 

@@ -108,7 +108,7 @@ def test_a_patch_that_was_changed_is_refused_and_its_sender_named(changes, cut, 
 def test_nothing_from_the_network_or_from_files_is_unpickled():
     """torch.load takes tensors and plain values alone, and nothing else in the package reads pickles.
 
-    The reader of exports builds stand-ins: tests/export/test_export_errors.py shows that no code of a file runs.
+    The reader of exports brings an unpickler that builds stand-ins: tests/export/test_export_errors.py shows that no code of a file runs.
     """
     package = Path(ds_hybridep.__file__).parent
     for path in package.rglob("*.py"):
