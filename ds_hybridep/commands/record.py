@@ -53,6 +53,8 @@ def format_run_record(record: Mapping[str, Any]) -> str:
         sections.append(f"waits in a row over each level, mean per step: {', '.join(in_a_row)}")
     if slowest := slowest_rank(record):
         sections.append(slowest)
+    if rows := site_rows(record):
+        sections += [sites_title(record["sites"]), aligned(rows)]
     if rows := link_rows(record):
         sections += ["connections of rank 0 since the start", aligned(rows)]
     rows = codec_rows(record)
@@ -67,6 +69,27 @@ def slowest_rank(record: Mapping[str, Any]) -> str:
         return ""
     own, others = 1e3 * slowest["waited_s"], 1e3 * slowest["others_waited_s"]
     return f"slowest: rank {slowest['rank']}, which waited {own:.1f} ms per step; the others waited {others:.1f} ms"
+
+
+def sites_title(sites: Mapping[str, Any]) -> str:
+    """A line about this site, for the table of the others."""
+    drift = "" if sites["drift"] is None else f", weights {sites['drift']:.1e} from the common ones (relative)"
+    return (
+        f"other sites, as rank 0 of site {sites['site']} sees them at step {sites['step']}; waited "
+        f"{sites['quorum_s']:.1f} s for agreement, {sites['repeated']} exchanges repeated{drift}"
+    )
+
+
+def site_rows(record: Mapping[str, Any]) -> list[list[str]]:
+    """A row of titles, then a row for each other site; [] if there is none."""
+    if not record.get("sites"):
+        return []
+    rows = [["site", "is", "last step", "waited", "sent, MB", "received, MB"]]
+    for name, one in record["sites"]["others"].items():
+        state, step = "present" if one["present"] else "absent", MISSING if one["step"] is None else str(one["step"])
+        amounts = [_megabytes(one[key]) for key in ("sent_bytes", "received_bytes")]
+        rows.append([name, state, step, f"{one['waited_s']:.1f} s", *amounts])
+    return rows
 
 
 def link_rows(record: Mapping[str, Any]) -> list[list[str]]:
