@@ -96,6 +96,40 @@ def table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
     return "\n".join(lines + ["| " + " | ".join(map(str, row)) + " |" for row in rows])
 
 
+# ---- plots ----
+
+
+def new_figure(*shape: int, **settings: Any) -> tuple[Any, Any]:
+    """(figure, axes) of matplotlib's `subplots`, for an SVG file."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    matplotlib.rcParams["svg.hashsalt"] = "ds_hybridep"
+    from matplotlib import pyplot
+
+    return pyplot.subplots(*shape, **settings)
+
+
+def plain_numbers(axes: Any) -> None:
+    """Numbers such as 0.5 and 20 along both axes, and none between the marks that are set."""
+    from matplotlib import ticker
+
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_major_formatter(ticker.FormatStrFormatter("%g"))
+        axis.set_minor_locator(ticker.NullLocator())
+
+
+def save_figure(figure: Any, path: Path) -> None:
+    """The same file from the same records."""
+    from matplotlib import pyplot
+
+    for axes in figure.axes:
+        axes.spines[["top", "right"]].set_visible(False)
+    figure.tight_layout()
+    figure.savefig(path, metadata={"Date": None})
+    pyplot.close(figure)
+
+
 # ---- statistics ----
 
 

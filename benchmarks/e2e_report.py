@@ -15,7 +15,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import ratio, table
+from benchmarks.common import new_figure, plain_numbers, ratio, save_figure, table
 
 FLAT, AGAIN, INSIDE = "deepspeed, flat EP", "deepspeed, flat EP again", "deepspeed, EP inside the DC"
 KINDS = ("tokens", "expert_weights", "expert_gradients", "dense", "control")
@@ -155,11 +155,7 @@ NAMES = {
 
 def plot(records: Sequence[Record], path: Path) -> None:
     """Step time against bandwidth, and bytes over the link: both baselines, and the two best of ours."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    matplotlib.rcParams["svg.hashsalt"] = "ds_hybridep"
-    from matplotlib import pyplot, ticker
+    from matplotlib import ticker
 
     rates = by_rate(records)
     mbits = sorted(-rate_order(rate) for rate in rates if rate != "none")
@@ -170,7 +166,7 @@ def plot(records: Sequence[Record], path: Path) -> None:
     better = min((plan for plan in (FLAT, INSIDE) if plan in slowest), key=lambda plan: median_s(slowest[plan]))
     gain = median_s(slowest[better]) / median_s(slowest[ours[0]])
 
-    figure, (left, right) = pyplot.subplots(1, 2, figsize=(11, 3.8), width_ratios=(3, 2))
+    figure, (left, right) = new_figure(1, 2, figsize=(11, 3.8), width_ratios=(3, 2))
     colors = dict(zip(ours[:2], OUR_COLORS, strict=False)) | COLORS
     for plan in shown:
         seconds = [median_s(at[mbit][plan]) for mbit in mbits]
@@ -180,9 +176,7 @@ def plot(records: Sequence[Record], path: Path) -> None:
         left.annotate(NAMES.get(plan, plan), (mbits[-1] * 1.08, end), color=colors[plan], va="center", fontsize=9)
     left.set(xscale="log", yscale="log", xlabel="Mbit/s of each datacentre's uplink", ylabel="seconds per step")
     left.set_xlim(mbits[0] * 0.9, mbits[-1] * (mbits[-1] / mbits[0]) ** 0.75)
-    for axis in (left.xaxis, left.yaxis):
-        axis.set_major_formatter(ticker.FormatStrFormatter("%g"))
-        axis.set_minor_locator(ticker.NullLocator())
+    plain_numbers(left)
     left.set_xticks(mbits)
     left.yaxis.set_major_locator(ticker.LogLocator(subs=(1, 2, 5)))
     figure.suptitle(
@@ -193,11 +187,7 @@ def plot(records: Sequence[Record], path: Path) -> None:
     right.bar_label(bars, [f" {value:.3g}" for value in megabytes])
     right.set(xlabel="MB over the uplinks per step", xlim=(0, max(megabytes) * 1.15))
     right.invert_yaxis()
-    for axes in (left, right):
-        axes.spines[["top", "right"]].set_visible(False)
-    figure.tight_layout()
-    figure.savefig(path, metadata={"Date": None})  # the same file from the same records
-    pyplot.close(figure)
+    save_figure(figure, path)
 
 
 def _apart(values: Sequence[float], ratio: float = 1.18) -> list[float]:

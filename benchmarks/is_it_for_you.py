@@ -73,11 +73,11 @@ def rows() -> Iterator[tuple[str, ...]]:
         for gbps in GBPS:
             plan = plan_of(model, training, gpus, zero_stage, gbps)
             best, fitting = plan.best, [way for way in plan.alternatives if not way.lacking_bytes]
-            theirs = [way.step_s for way in fitting if way.is_by_deepspeed and way.step_s is not None]
+            theirs = [way.step_s for way in fitting if way.is_by_deepspeed]
             faster = [
                 f"{way.name.split(',')[0].removesuffix(' across each dc')} {best.step_s / way.step_s:.2f}"
                 for way in fitting
-                if not way.is_provided and way.step_s is not None and way.step_s < best.step_s * 0.99
+                if not way.is_provided and way.step_s < best.step_s * 0.99
             ]
             ratio = f"{min(theirs) / best.step_s:.3g}" if theirs else "does not fit"
             yield (

@@ -134,18 +134,18 @@ def _workload(params: Mapping[str, Any]) -> Workload:
     hidden, layers, experts = params["hidden"], params["layers"], params["experts"]
     # Embeddings, head and last norm; per layer attention with biases, two norms and the gate.
     active = VOCABULARY * hidden + 2 * hidden + layers * hidden * (4 * hidden + 8 + experts)
-    dense, width = active + (VOCABULARY + SEQ_LEN) * hidden, layers * hidden
+    dense, scores = active + (VOCABULARY + SEQ_LEN) * hidden, SEQ_LEN * layers * hidden
     if params.get("compute") == "sleep":  # an embedding, a head and the gates
         active = dense = 2 * VOCABULARY * hidden + VOCABULARY + layers * hidden * experts
-        width = 0
+        scores = 0
     model = MoEModel(
         name="byte model", hidden=hidden, num_experts=experts, top_k=params["top_k"], num_moe_layers=layers,
-        expert_params=8 * hidden * hidden + 5 * hidden, dense_params=dense, active_dense_params=active,
-        attention_width=width,
+        expert_shapes=((8 * hidden * hidden + 5 * hidden,),), dense_shapes=((dense,),),
+        active_dense_params=active + scores,  # attention scores cost 2 FLOPs for each of these, as a parameter does
     )  # fmt: skip
     return Workload(
         model=model, tokens_per_rank=params["tokens_per_rank"], micro_steps=params["accumulation"], param_bytes=4,
-        zero_stage=params["zero_stage"], seq_len=SEQ_LEN, capacity_factor=CAPACITY_FACTOR,
+        zero_stage=params["zero_stage"], capacity_factor=CAPACITY_FACTOR,
     )  # fmt: skip
 
 
@@ -156,8 +156,9 @@ def _layout(params: Mapping[str, Any]) -> Layout:
     cluster = Cluster(tuple(Level(f"level{index}", size) for index, size in enumerate(sizes)))
     partition = Partition.build(cluster, range(cluster.num_ranks), domain_sizes)
     exchange = choose_exchange(
-        partition, cluster, params["experts"], params["top_k"], params["hidden"] * 4, CHOSEN_FOR_TOKENS
-    )
+        partition, num_experts=params["experts"], top_k=params["top_k"], row_bytes=params["hidden"] * 4,
+        num_tokens=CHOSEN_FOR_TOKENS,
+    )  # fmt: skip
     return Layout(
         spans=(1, *sizes[1:]) if plan == INSIDE else sizes, domain_sizes=domain_sizes,
         codecs=(LevelCodecs(),) * len(sizes), exchange=exchange, is_padded=not is_ours,

@@ -15,13 +15,13 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from benchmarks.common import Record, Records, table
+from benchmarks.common import Record, Records, new_figure, plain_numbers, save_figure, table
 from ds_hybridep.plan.cluster import Cluster, Level, Link, divisors
-from ds_hybridep.plan.layout import BY_DEEPSPEED, CodecCost, Layout, LevelCodecs, Rates, SyncModel
+from ds_hybridep.plan.layout import BY_DEEPSPEED, CodecCost, Layout, LevelCodecs, Rates
 from ds_hybridep.plan.planner import Candidate, Plan, make_plan
 from ds_hybridep.plan.question import Question
 from ds_hybridep.plan.workload import MoEModel, Workload
-from ds_hybridep.simulate.scenario import Assumptions, Scenario
+from ds_hybridep.simulate.scenario import Scenario
 from ds_hybridep.simulate.simulator import simulate
 
 GIGA_BIT = 1e9 / 8
@@ -59,7 +59,7 @@ def model_of(num_experts: int, *, top_k: int = 1, layers: int = PAPER_LAYERS) ->
     dense = layers * 4 * HIDDEN * HIDDEN
     return MoEModel(
         name="paper H 1024", hidden=HIDDEN, num_experts=num_experts, top_k=top_k, num_moe_layers=layers,
-        expert_params=PAPER_PARAMS, dense_params=dense, active_dense_params=dense, attention_width=layers * HIDDEN,
+        expert_shapes=((PAPER_PARAMS,),), dense_shapes=((dense,),), active_dense_params=dense,
     )  # fmt: skip
 
 
@@ -98,7 +98,7 @@ def paper_s(
         layout=Layout(spans=sizes, domain_sizes=domains, codecs=codecs, is_padded=domains == (1, 1)),
         workload=Workload(model=model_of(32), tokens_per_rank=round(token_mb * MEGA / 2 / ROW_BYTES), zero_stage=0),
         rates=Rates(flops_per_s=A800_FLOPS_PER_S / slowness, overlap=0.0),
-        assumptions=Assumptions(gathers_by_level=False),
+        gathers_by_level=False,
     )
     return simulate(scenario).step_s
 
@@ -293,16 +293,13 @@ def ours(num_dcs: int = 1000) -> Iterator[Record]:
     feedback, both at no cost of computation; dense gradients level by level, exact, and for DeepSpeed's own layers
     also in rings, as it does them.
     """
-    memories = ((None, None), (80e9, HOST_BYTES))
-    for num_experts, accumulation, gbps, (memory_bytes, host_bytes) in itertools.product(
-        (8000, 64), (1, 8), GBPS, memories
-    ):
+    for num_experts, accumulation, gbps, memory_bytes in itertools.product((8000, 64), (1, 8), GBPS, (None, 80e9)):
         model = model_of(num_experts, top_k=2)
         question = Question(
             cluster=cluster_of(num_dcs, 8, gbps * GIGA_BIT, 0.01),
             workload=Workload(model=model, tokens_per_rank=8192, micro_steps=accumulation),
-            rates=Rates(flops_per_s=A800_FLOPS_PER_S), sync=SyncModel(), codecs=OUR_CODECS,
-            memory_bytes=memory_bytes, host_memory_bytes=host_bytes,
+            rates=Rates(flops_per_s=A800_FLOPS_PER_S), codecs=OUR_CODECS,
+            memory_bytes=memory_bytes, host_memory_bytes=None if memory_bytes is None else HOST_BYTES,
         )  # fmt: skip
         yield {
             "part": "ours", "experts": num_experts, "accumulation": accumulation, "gbps": gbps,
@@ -352,14 +349,8 @@ def describe_ours(records: Sequence[Record]) -> str:
 
 def plot_sweeps(records: Sequence[Record], path: Path, gbps: float = 10.0) -> None:
     """Speed-up over flat EP against the number of DCs, with packets of 0.036 MB."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    matplotlib.rcParams["svg.hashsalt"] = "ds_hybridep"
-    from matplotlib import pyplot, ticker
-
     chosen = [one for one in records if one["gbps"] == gbps and one["packet_mb"] == min(SWEEP_PACKET_MB)]
-    figure, axes = pyplot.subplots(figsize=(9, 4))
+    figure, axes = new_figure(figsize=(9, 4))
     for name, (label, color, height) in PLOTTED.items():
         gains = [one["gains"][name] for one in chosen]
         axes.plot([one["dcs"] for one in chosen], gains, "o-", color=color, linewidth=2)
@@ -371,13 +362,8 @@ def plot_sweeps(records: Sequence[Record], path: Path, gbps: float = 10.0) -> No
     axes.set(ylabel="speed-up over flat EP", xlim=(3.6, 4500), ylim=(0.8, 11))
     axes.set_xticks([4, 16, 64, 256, 1000])
     axes.set_yticks([1, 2, 5, 10])
-    for axis in (axes.xaxis, axes.yaxis):
-        axis.set_major_formatter(ticker.FormatStrFormatter("%g"))
-        axis.set_minor_locator(ticker.NullLocator())
-    axes.spines[["top", "right"]].set_visible(False)
-    figure.tight_layout()
-    figure.savefig(path, metadata={"Date": None})  # the same file from the same records
-    pyplot.close(figure)
+    plain_numbers(axes)
+    save_figure(figure, path)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -407,9 +393,6 @@ def report(records: list[Record], args: argparse.Namespace) -> str:
 
 
 DESCRIBE = {
-    "table V": describe_table_v,
-    "table VI": describe_table_vi,
-    "sweep": describe_sweeps,
-    "range": describe_range,
+    "table V": describe_table_v, "table VI": describe_table_vi, "sweep": describe_sweeps, "range": describe_range,
     "ours": describe_ours,
-}
+}  # fmt: skip

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 
 from ds_hybridep.adaptive.options import Job, Option
 from ds_hybridep.plan.planner import TIE
-from ds_hybridep.plan.stream_model import TERM_WORDS, StepPrediction
+from ds_hybridep.plan.stream_model import StepPrediction, largest_difference
 
 MOST_CHANGES = 6  # changes of plan in one choice, at most
 RETURNS = 3  # the last changes of a choice, which may only go back to an option that has run
@@ -147,9 +147,7 @@ def _why(best: Option, other: Option | None, predictions: Mapping[Option, StepPr
     """Names the term on which `best` is predicted to save most against `other`."""
     if other is None:
         return "the only option"
-    ours, theirs = predictions[best].terms.as_dict(), predictions[other].terms.as_dict()
-    term = max(theirs, key=lambda name: theirs[name] - ours[name])
-    saved_s = theirs[term] - ours[term]
+    saved_s, words = largest_difference(predictions[other], predictions[best])
     if saved_s <= 0:
         return f"measured to be no slower than {other.label}"
-    return f"saves {saved_s:.3g} s on {TERM_WORDS[term]} against {other.label}"
+    return f"saves {saved_s:.3g} s on {words} against {other.label}"

@@ -12,7 +12,6 @@ import socket
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any, Literal, Protocol
 
 import psutil
@@ -26,7 +25,7 @@ from ds_hybridep.plan.cluster import Cluster
 from ds_hybridep.plan.costs import row_counts
 from ds_hybridep.tokens.layer import LayerStats
 from ds_hybridep.transport.channels import Transport
-from ds_hybridep.transport.streams import streams_of
+from ds_hybridep.transport.streams import synchronize
 
 ROOM_SHARE = 0.9  # of the free memory; packets and other short-lived buffers need the rest
 
@@ -103,7 +102,7 @@ class JobMeter:
 
     def end_step(self) -> float:
         """Seconds of the optimizer step that ends now."""
-        streams_of(self._probe.device).synchronize()
+        synchronize(self._probe.device)
         self.end_s = time.perf_counter()
         return self.end_s - self.begin_s
 
@@ -168,17 +167,5 @@ def memory_left(device: torch.device, num_neighbours: int) -> tuple[float, float
         peak = torch.cuda.max_memory_allocated(device)
         return float(torch.cuda.mem_get_info(device)[0] + cached), float(peak - allocated)
     peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    free_bytes = min(psutil.virtual_memory().available, _left_in_container())
-    return free_bytes / num_neighbours, float(max(peak_bytes - psutil.Process().memory_info().rss, 0))
-
-
-def _left_in_container(folder: Path = Path("/sys/fs/cgroup")) -> float:
-    """Bytes left below the container's memory limit; inactive file cache counts as free.  Infinite without a limit."""
-    try:
-        limit, used = ((folder / name).read_text().strip() for name in ("memory.max", "memory.current"))
-        if limit == "max":
-            return math.inf
-        counts = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
-        return float(int(limit) - int(used) + int(counts["inactive_file"]))
-    except (OSError, ValueError, KeyError):
-        return math.inf
+    free_bytes = psutil.virtual_memory().available / num_neighbours
+    return free_bytes, float(max(peak_bytes - psutil.Process().memory_info().rss, 0))

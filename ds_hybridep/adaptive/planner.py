@@ -71,7 +71,6 @@ class JobPlanner:
             device = spec.sample.device
             backends = backends_of(config, device)
             link = LinkSettings.of(config)
-            link.check()
         generation = agree({"version": __version__, "planned": config.canonical()}, config.timeout_s)
         made = ExitStack()
         with together(config.timeout_s, made.close):
@@ -217,7 +216,7 @@ class JobPlanner:
         job, option, choice, prediction = self._meter.job, self.current, self._chooser.choice, None
         if option is not None:
             predicted = job.predict(option)
-            prediction = {"step_s": predicted.step_s, "terms_s": predicted.terms.as_dict()}
+            prediction = {"step_s": predicted.step_s, "terms_s": predicted.terms_s}
         workload = ("tokens_per_rank", "micro_steps", "row_scale", "is_checkpointed")
         return {
             "plan": None if option is None else option.label,

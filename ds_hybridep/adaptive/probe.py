@@ -27,7 +27,7 @@ from ds_hybridep.sync.dense import GroupSync
 from ds_hybridep.sync.feedback import Encoding
 from ds_hybridep.sync.gradients import StepChanges
 from ds_hybridep.transport.channels import Channel, Purpose, Transport
-from ds_hybridep.transport.streams import streams_of
+from ds_hybridep.transport.streams import synchronize
 
 WIRE_FACTOR = 1514 / 1448
 NUM_PINGS = 20
@@ -142,7 +142,7 @@ class LinkProbe:
         to, fro = siblings[(at + 1) % len(siblings)], siblings[at - 1]
         sends, receives = [(to, self._buffer("out", num_bytes))], [(fro, self._buffer("in", num_bytes))]
         channel.start(sends, receives, PROBE).wait()
-        streams_of(self.device).synchronize()
+        synchronize(self.device)
 
     def _ping(self, level: int) -> float:
         """Round-trip seconds between the first ranks of two neighbouring children; 0 on all other ranks."""
@@ -154,7 +154,7 @@ class LinkProbe:
         for is_sender in (at % 2 == 0, at % 2 == 1):
             message = (siblings[at ^ 1], self._buffer("out" if is_sender else "in", PING_BYTES))
             channel.start([message] if is_sender else [], [] if is_sender else [message], PROBE).wait()
-            streams_of(self.device).synchronize()
+            synchronize(self.device)
         return time.perf_counter() - begin_s
 
     def _buffer(self, way: str, num_bytes: int) -> Tensor:

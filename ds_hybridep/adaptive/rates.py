@@ -25,7 +25,7 @@ from ds_hybridep.plan.workload import Workload
 from ds_hybridep.sync.home import Home
 from ds_hybridep.sync.messages import MessageLayout, PacketPart
 from ds_hybridep.sync.mirrors import Mirror, Replica
-from ds_hybridep.transport.streams import streams_of
+from ds_hybridep.transport.streams import synchronize
 
 EXPERT_ROWS = (16, 256)
 TIMINGS = 3
@@ -128,12 +128,12 @@ def _expert_s(spec: LayerSpec, rows: int) -> float:
 
 def _median_s(call: Callable[[], object], device: torch.device) -> float:
     """Median seconds of some calls, without the first."""
-    timings, streams = [], streams_of(device)
+    timings = []
     for _ in range(TIMINGS + 1):
-        streams.synchronize()
+        synchronize(device)
         begin_s = time.perf_counter()
         call()
-        streams.synchronize()
+        synchronize(device)
         timings.append(time.perf_counter() - begin_s)
     return statistics.median(timings[1:])
 

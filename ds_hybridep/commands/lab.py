@@ -2,18 +2,15 @@
 """The `lab` subcommand: reads its arguments, runs the command on emulated hosts, prints the result."""
 
 import argparse
-import json
 import signal
 import sys
 import tempfile
-from contextlib import nullcontext
 from pathlib import Path
 
-from ds_hybridep.errors import ConfigError, LabError
+from ds_hybridep.errors import ConfigError
 from ds_hybridep.lab.launcher import run_ranks
-from ds_hybridep.lab.modelled import modelled_wan
 from ds_hybridep.lab.namespaces import become_root
-from ds_hybridep.lab.network import EmulatedNetwork, why_not_permitted
+from ds_hybridep.lab.network import EmulatedNetwork
 from ds_hybridep.lab.topology import LinkSpec, Topology, parse_duration, parse_rate, parse_share
 
 EXIT_FAILED = 1
@@ -51,13 +48,6 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     )
     parser.add_argument("--timeout", default="600s", metavar="TIME", help="kill all ranks after this; default 600s")
     parser.add_argument("--log-dir", type=Path, help="folder for rank0.log, ...; default: a new temporary folder")
-    parser.add_argument(
-        "--modelled",
-        type=Path,
-        metavar="RUN.json",
-        help="where namespaces are not permitted: run on loopback, with no link limited, and compute what the WAN "
-        "would cost from the bytes in the run's report_file",
-    )
     parser.add_argument("command", nargs=argparse.REMAINDER, metavar="-- COMMAND ...", help="what each rank runs")
     parser.set_defaults(run=run)
 
@@ -74,37 +64,18 @@ def run(args: argparse.Namespace) -> int:
     command = args.command[1:] if args.command[:1] == ["--"] else args.command
     if not command:
         raise ConfigError("command: nothing to run; put it behind --, as in `ds_hybridep lab ... -- python train.py`")
-    if args.modelled is None:
-        check_permitted(with_delay=links.wan_delay_s > 0 or links.wan_loss > 0)
-    else:
-        print("modelled: all ranks run on loopback and no link is limited", flush=True)
+    become_root()
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, _end)
     log_dir = args.log_dir or Path(tempfile.mkdtemp(prefix="ds_hybridep-lab-"))
-    with nullcontext() if args.modelled else EmulatedNetwork(topology, links) as network:
-        result = run_ranks(
-            network, command, num_ranks=topology.num_ranks, log_dir=log_dir, timeout_s=timeout_s, live=sys.stdout
-        )
-    if args.modelled is not None and result.is_success:
-        print(modelled_wan(json.loads(args.modelled.read_text()), topology, links))
+    with EmulatedNetwork(topology, links) as network:
+        result = run_ranks(network, command, log_dir=log_dir, timeout_s=timeout_s, live=sys.stdout)
     print(f"\n{result}\nlogs: {log_dir}", flush=True)
     for rank in result.failed_ranks[:1]:
         print(f"\nend of the log of rank {rank}:\n{result.tail_of_log(rank)}", file=sys.stderr)
     if result.is_success:
         return 0
     return EXIT_TIMED_OUT if result.timed_out else EXIT_FAILED
-
-
-def check_permitted(*, with_delay: bool) -> None:
-    """Become root of own namespaces if needed. Raises LabError, with the way out, where that is not permitted."""
-    try:
-        become_root()
-        if reason := why_not_permitted(with_delay=with_delay):
-            raise LabError(reason)
-    except LabError as error:
-        raise LabError(
-            f"{error}\nTo run on loopback and compute what the WAN would cost, add --modelled RUN.json."
-        ) from error
 
 
 def _end(number: int, _frame: object) -> None:

@@ -53,9 +53,10 @@ def run(args: argparse.Namespace) -> int:
     """Runs the parsed command line.  Returns 0.  Raises ConfigError or CommunicationError."""
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
     from ds_hybridep.adaptive.probe import LinkProbe, probe_links
+    from ds_hybridep.link import Options
     from ds_hybridep.transport.agreement import agree
     from ds_hybridep.transport.channels import Transport
-    from ds_hybridep.transport.job import join_job, leave_job, why_not_permitted
+    from ds_hybridep.transport.job import join_job, leave_job
 
     cluster = read_levels(args.levels)
     join_job(TIMEOUT_S)
@@ -69,7 +70,7 @@ def run(args: argparse.Namespace) -> int:
         _say(transport.rank, f"measuring {', '.join(levels)}")
         probe = LinkProbe(transport)
         found = probe_links(probe, limit_s=LIMIT_S)
-        has_bbr = all(answer for (answer,) in probe.table([not why_not_permitted(BBR)]))
+        has_bbr = all(answer for (answer,) in probe.table([Options(congestion_control=BBR).are_permitted()]))
         transport.close()
         # Measure long links again with other connections, which carry more where frames get lost.
         for other in (Link(congestion_control=BBR), Link(connections=MANY)):

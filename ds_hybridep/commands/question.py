@@ -2,7 +2,6 @@
 """Reads the question for `plan` and `simulate` from the command line: cluster, model, training and machines."""
 
 import argparse
-import math
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,11 +14,10 @@ from ds_hybridep.lab.topology import parse_duration
 from ds_hybridep.plan.cluster import Cluster, Level
 from ds_hybridep.plan.codec_costs import DEFAULT_LEARNING_RATE, codec_cost, patch_cost
 from ds_hybridep.plan.costs import expert_parts
-from ds_hybridep.plan.layout import BY_DEEPSPEED, CodecCost, ExpertGroup, LevelCodecs, Rates, SyncModel
+from ds_hybridep.plan.layout import BY_DEEPSPEED, EXACT, CodecCost, ExpertGroup, LevelCodecs, Rates, SyncModel
 from ds_hybridep.plan.model_sizes import model_from_mapping
 from ds_hybridep.plan.models import read_model_file, ready_names
 from ds_hybridep.plan.packets import Part
-from ds_hybridep.plan.planner import EXACT
 from ds_hybridep.plan.question import Question
 from ds_hybridep.plan.slots import Shape, part_of
 from ds_hybridep.plan.summary import RECOMMENDED
@@ -87,7 +85,11 @@ def _add_job_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"{names}, a Hugging Face config.json, or a file with layers, hidden, ffn, experts, top_k",
     )
     model.add_argument(
-        "--tokens", type=_positive, metavar="N", help=f"tokens per GPU and micro-step; default {DEFAULT_TOKENS}"
+        "--tokens",
+        type=_positive,
+        default=DEFAULT_TOKENS,
+        metavar="N",
+        help="tokens per GPU and micro-step; default %(default)s",
     )
     model.add_argument("--accumulation", type=_positive, default=1, metavar="N", help="gradient_accumulation_steps")
     model.add_argument("--zero-stage", type=int, choices=(0, 1, 2), default=1)
@@ -181,16 +183,14 @@ def read_workload(args: argparse.Namespace, content: Mapping[str, Any], model: M
         of_dense = ((rank, model.hidden), (model.hidden, rank)) * 4 * model.num_moe_layers
     return Workload(
         model=model,
-        tokens_per_rank=args.tokens or int(content.get("tokens", DEFAULT_TOKENS)),
+        tokens_per_rank=args.tokens,
         micro_steps=args.accumulation,
         param_bytes=DTYPE_BYTES[dtype],
         zero_stage=args.zero_stage,
         is_checkpointed=args.checkpointing,
         has_fused_loss=args.fused_loss,
-        trainable_expert_params=sum(map(math.prod, of_expert)) if of_expert else None,
-        trainable_dense_params=sum(map(math.prod, of_dense)) if of_dense else None,
-        trainable_expert_shapes=of_expert,
-        trainable_dense_shapes=of_dense,
+        trainable_expert_shapes=of_expert or None,
+        trainable_dense_shapes=of_dense or None,
         learning_rate=args.learning_rate,
     )
 

@@ -4,12 +4,13 @@
 import argparse
 import json
 from pathlib import Path
+from typing import Any
 
 from ds_hybridep.commands import question as asking
 from ds_hybridep.errors import ConfigError
 from ds_hybridep.plan.cluster import Cluster
 from ds_hybridep.simulate import comparison
-from ds_hybridep.simulate.scenario import Assumptions, Deviation
+from ds_hybridep.simulate.scenario import Deviation
 
 DESCRIPTION = """\
 Simulates one training step of plans event by event: the best plan that `plan` finds, the ways to compare with, and the
@@ -80,16 +81,16 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def read_conditions(args: argparse.Namespace) -> comparison.Conditions:
+def read_conditions(args: argparse.Namespace) -> dict[str, Any]:
     """The arguments of the group "conditions".  Raises ConfigError that names one."""
     if args.jitter < 0 or (args.zipf is not None and args.zipf < 0):
         raise ConfigError(f"--jitter and --zipf: got {args.jitter:g} and {args.zipf}, wanted at least 0")
-    return comparison.Conditions(
-        deviations=tuple(read_deviation(text) for text in args.slow),
-        assumptions=Assumptions(crosses_inner_links=args.switches),
-        zipf=args.zipf,
-        jitter=args.jitter,
-    )
+    return {
+        "deviations": tuple(read_deviation(text) for text in args.slow),
+        "crosses_inner_links": args.switches,
+        "zipf": args.zipf,
+        "jitter": args.jitter,
+    }
 
 
 def read_deviation(text: str) -> Deviation:

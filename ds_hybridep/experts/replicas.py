@@ -26,7 +26,7 @@ from ds_hybridep.sync.stages import GatherStage
 from ds_hybridep.sync.transfers import Gather, needs_equal_lengths
 from ds_hybridep.sync.undelivered import stacked
 from ds_hybridep.transport.channels import Purpose
-from ds_hybridep.transport.streams import DeviceStreams, streams_of
+from ds_hybridep.transport.streams import streams_of
 
 
 class Replicas:
@@ -62,8 +62,7 @@ class Replicas:
         self.slot_parts = [self._parts(slot) for slot in range(len(self.domain_ranks))]
         self.parts = self.slot_parts[self.own_slot]
         # 2. Weights, and views of them.
-        streams = streams_of(self.device)
-        self.streams = streams if isinstance(streams, DeviceStreams) else None  # None: there is no side stream
+        self.streams = streams_of(self.device)  # None: there is no side stream
         self.own = OwnSlot(layer, experts, self.layout, encoding.master_of)
         self._weights = {slot: [*map(self.layout.new, self.layout.blocks)] for slot in self.replica_slots}
         self._views = {slot: self.layout.by_name(weights) for slot, weights in self._weights.items()}

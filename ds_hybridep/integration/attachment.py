@@ -40,23 +40,13 @@ from ds_hybridep.version import __version__
 
 _attached: weakref.WeakSet["Attachment"] = weakref.WeakSet()
 _left_open: list[Callable[[], None]] = []  # closes connections of engines that were dropped
-_still_watching: list["Watched"] = []  # starts that failed
+_still_watching: list[Callable[[], int]] = []  # starts that failed
 
 
-class Watched:
-    """What the watch over the job asks about an attached engine."""
-
-    def __init__(self, attachment: "Attachment", engine: Any) -> None:
-        self._attachment, self._engine = weakref.ref(attachment), weakref.ref(engine)
-
-    def num_steps(self) -> int:
-        """Return the number of optimizer steps so far."""
-        return int(getattr(self._engine(), "global_steps", 0))
-
-    def last_transfer(self) -> str:
-        """Describe the transfer that this rank started last."""
-        runtime = getattr(self._attachment(), "runtime", None)
-        return str(runtime.transport.last_transfer or "none") if runtime is not None else ""
+def _steps_of(engine: Any) -> Callable[[], int]:
+    """Return what counts the optimizer steps of an engine, which it does not keep alive."""
+    held = weakref.ref(engine)
+    return lambda: int(getattr(held(), "global_steps", 0))
 
 
 def prepare_runtime(config: HybridEPConfig, facts: Facts) -> Callable[[], HybridRuntime]:
@@ -76,7 +66,6 @@ def prepare_runtime(config: HybridEPConfig, facts: Facts) -> Callable[[], Hybrid
         kernels = load_kernels(config.advanced.kernels, device, config.advanced.dispatch_sms)
         backends = backends_of(config, device)
         link = LinkSettings.of(config)
-        link.check()
         payload = {
             "version": __version__,
             "torch": torch.__version__,
@@ -120,7 +109,7 @@ class Attachment(EngineStep):
         super().__init__(weakref.proxy(engine), layers, planner)
         self.facts, self._plan_patches = facts, Patches()
         self.last_report: dict[str, Any] | None = None
-        self._watched = Watched(self, engine)
+        self._watched = _steps_of(engine)
         while _left_open:
             _left_open.pop()()
         while _still_watching:

@@ -95,8 +95,7 @@ class PlannedLayer:
 
 def plan_layer(config: HybridEPConfig, spec: LayerSpec) -> PlannedLayer:
     """Return a layer with the domains and the token exchange that the settings give it."""
-    cluster = config.cluster()
-    partition = Partition.build(cluster, spec.group_ranks, config.domain_sizes)
+    partition = Partition.build(config.cluster(), spec.group_ranks, config.domain_sizes)
     if partition.domain_size > 1:
         check_experts(spec)
     if config.token_exchange == "deepspeed":
@@ -104,7 +103,13 @@ def plan_layer(config: HybridEPConfig, spec: LayerSpec) -> PlannedLayer:
     if config.token_exchange != "auto":
         return PlannedLayer(spec, partition, config.token_exchange)
     row_bytes = spec.hidden * spec.sample.element_size()
-    exchange = choose_exchange(partition, cluster, spec.num_experts, spec.top_k, row_bytes, TYPICAL_NUM_TOKENS)
+    exchange = choose_exchange(
+        partition,
+        num_experts=spec.num_experts,
+        top_k=spec.top_k,
+        row_bytes=row_bytes,
+        num_tokens=TYPICAL_NUM_TOKENS,
+    )
     return PlannedLayer(spec, partition, exchange)
 
 

@@ -28,7 +28,7 @@ from ds_hybridep.integration.autoep import experts_of, is_autoep_layer
 from ds_hybridep.integration.log import log_dist
 from ds_hybridep.integration.patches import ENGINE, MODULE, TRAINER, Patches
 from ds_hybridep.transport.agreement import hear
-from ds_hybridep.transport.job import gather_to_first, is_first_rank, longest_wait_s, meet
+from ds_hybridep.transport.job import gather_to_first, longest_wait_s, meet, own_rank
 
 
 def save_pretrained(
@@ -81,7 +81,7 @@ def _write(plan: writing.Plan, folder: Path, max_shard_size: str) -> str:
         meet()  # no rank runs ahead, so each wait is that for one parameter
         return tensor
 
-    if is_first_rank():
+    if own_rank() == 0:
         try:
             with whole_folder(folder, replace=True) as partial_folder:
                 writing.write_files(plan, partial_folder, max_shard_size, read=read)
@@ -105,7 +105,7 @@ class LiveParameter:
         """Return it on rank 0, rounded to `dtype`, and zeros elsewhere; all ranks must call."""
         own = self._own(dtype)
         parts = [own] if self.layer is None else gather_to_first(own.contiguous(), self.layer.ep_group)
-        if parts is None or not is_first_rank():
+        if parts is None or own_rank() != 0:
             return torch.zeros((), dtype=dtype).expand(self.shape)
         whole = torch.empty(self.shape, dtype=dtype)
         if self.layer is None:

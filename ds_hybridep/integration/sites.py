@@ -141,7 +141,7 @@ class SiteSync(SiteExchange):
         target: int | None = None
         waiting = observed.observe(self._next_bytes())
         while target is None or self._next()[0] < target:
-            if self._inside.all(all(one.is_done() and one.failure() is None for _, one in waiting)):
+            if self._inside.all(all(one.done() and one.failure() is None for _, one in waiting)):
                 for _, one in waiting:
                     one.wait()  # fills its place
                 self._replay([place for place, _ in waiting])

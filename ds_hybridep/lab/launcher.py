@@ -11,7 +11,7 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,7 +36,7 @@ class LabResult:
         that were killed because another one failed are not in it.
     timed_out: whether the time limit ended the run.
     seconds: from the first start to the last exit.
-    uplinks: what crossed each datacentre's uplink in that time. Empty if nothing was emulated.
+    uplinks: what crossed each datacentre's uplink in that time.
     log_files: standard output and error of each rank, by rank.
     """
 
@@ -52,9 +52,9 @@ class LabResult:
     def is_success(self) -> bool:
         return self.failure is None
 
-    def tail_of_log(self, rank: int, num_lines: int = 15) -> str:
+    def tail_of_log(self, rank: int) -> str:
         """The last lines that a rank wrote."""
-        return "\n".join(self.log_files[rank].read_text(errors="replace").splitlines()[-num_lines:])
+        return "\n".join(self.log_files[rank].read_text(errors="replace").splitlines()[-15:])
 
     def __str__(self) -> str:
         """A few lines for people: how each rank ended, how long it took, and what crossed the uplinks."""
@@ -196,34 +196,25 @@ class RankProcesses:
 
 
 def run_ranks(
-    network: EmulatedNetwork | None,
+    network: EmulatedNetwork,
     command: Sequence[str],
     *,
     log_dir: Path,
-    num_ranks: int = 0,
     timeout_s: float = 600.0,
-    events: Sequence[tuple[float, Callable[[], None]]] = (),
-    environment: Mapping[str, str] | None = None,
     live: TextIO | None = None,
 ) -> LabResult:
     """Runs `command` on every host of `network` until all ranks have ended, one has failed, or the time is up.
 
     When one rank fails or the time is up, the others are killed.
 
-    network, environment, live, log_dir: see RankProcesses.  num_ranks: only if there is no network.
-    events: seconds after the start, in order, and what to call then, within 0.1 s.
+    live, log_dir: see RankProcesses.
     Raises ConfigError if the command cannot be started.
     """
-    num_ranks, before = (network.topology.num_ranks, network.counters()) if network else (num_ranks, ())
-    pending, failure, timed_out = list(events), "", False
-    with RankProcesses(
-        network, command, num_ranks=num_ranks, log_dir=log_dir, environment=environment, live=live
-    ) as ranks:
+    num_ranks, before = network.topology.num_ranks, network.counters()
+    failure, timed_out = "", False
+    with RankProcesses(network, command, num_ranks=num_ranks, log_dir=log_dir, live=live) as ranks:
         while ranks.poll() and not ranks.failed_ranks() and not timed_out:
-            elapsed_s = time.monotonic() - ranks.start_s
-            while pending and pending[0][0] <= elapsed_s:
-                pending.pop(0)[1]()
-            if timed_out := elapsed_s >= timeout_s:
+            if timed_out := time.monotonic() - ranks.start_s >= timeout_s:
                 running = ", ".join(map(str, ranks.running_ranks()))
                 failure = f"time limit of {timeout_s:g} s reached with rank(s) {running} still running"
             time.sleep(POLL_S)
@@ -232,7 +223,7 @@ def run_ranks(
         ranks.kill()
         ranks.poll()
         seconds = time.monotonic() - ranks.start_s
-        uplinks = [now.since(then) for now, then in zip(network.counters(), before, strict=True)] if network else []
+        uplinks = [now.since(then) for now, then in zip(network.counters(), before, strict=True)]
     return LabResult(
         exit_codes=tuple(ranks.ended[rank] for rank in range(num_ranks)),
         failure=failure or None,

@@ -11,9 +11,7 @@ MIN_BITS_PER_S = 64e3  # below this, a single frame takes 0.2 s and TCP never ge
 MAX_BITS_PER_S = 100e9
 MAX_DELAY_S = 5.0
 
-# Bytes of one full TCP segment: those that the application gets, and those that the shaper counts.
-SEGMENT_PAYLOAD_BYTES = 1448  # 1500 - 20 (IP) - 20 (TCP) - 12 (TCP timestamps)
-SEGMENT_FRAME_BYTES = 1514  # 1500 + 14 (Ethernet)
+SEGMENT_FRAME_BYTES = 1514  # of one full TCP segment, as the shaper counts it: 1500 + 14 (Ethernet)
 
 BITS_PER_UNIT = {"bit": 1.0, "kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
 SECONDS_PER_UNIT = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0}

@@ -11,10 +11,9 @@ What was sent is kept until it is acknowledged, and sent again over the next con
 the other side first: where a receive waits for it, its bytes are read into that receive's memory.
 """
 
-from ds_hybridep.link.door import Address
 from ds_hybridep.link.link import Channel, Link
 from ds_hybridep.link.messages import BULK, URGENT, Handle
-from ds_hybridep.link.options import Options
+from ds_hybridep.link.options import Address, Options
 from ds_hybridep.link.peer import FAILED, LEFT, LOST, SILENT_S, Fact, Peer, State, Statistics
 from ds_hybridep.link.trust import LEAST_SECRET_BYTES, TLS, read_secret
 

@@ -1,78 +1,143 @@
 # SPDX-License-Identifier: Apache-2.0
 """Where a link's connections come from: it takes those that others make, and makes those to its peers."""
 
+import errno
 import os
-import selectors
 import socket
 import ssl
+import time
+from selectors import EVENT_READ, EVENT_WRITE
+from typing import TYPE_CHECKING, Any
 
-from ds_hybridep.errors import CommunicationError
 from ds_hybridep.link import trust
+from ds_hybridep.link.options import Resolved
 from ds_hybridep.link.peer import Peer, State
-from ds_hybridep.link.trust import Attempt, Claims, Refused
+from ds_hybridep.link.trust import Claims, Refused, Steps
+
+if TYPE_CHECKING:
+    from ds_hybridep.link.link import Link
 
 MAX_STRANGERS = 64  # connections that others have made and whose handshake has not ended
 HANDSHAKE_S = 10.0  # the longest handshake
-Address = tuple[str, int]
-Resolved = tuple[int, tuple[object, ...]]  # address family and address, for a socket
+
+
+class Attempt:
+    """A connection before its handshake has ended; runs the handshake's steps as bytes come in.
+
+    steps: from `trust`; None only finds out whether the port takes connections.
+    peer, index, place: who is dialled, as in `Door.dial`; None for a connection that was accepted.
+    """
+
+    def __init__(
+        self, door: "Door", sock: socket.socket, steps: Steps | None,
+        peer: Peer | None = None, index: int = 0, place: Any = None,
+    ) -> None:  # fmt: skip
+        self.began_at, self.peer, self._index, self._door = time.monotonic(), peer, index, door
+        self._is_connecting, self._steps = peer is not None, steps
+        self._says, self._need = (b"", 0) if steps is None else next(steps)
+        self._got = b""
+        sock.setblocking(False)
+        self.sock: socket.socket = sock
+        if steps is not None and (context := door.contexts[peer is None]) is not None:
+            self.sock = context.wrap_socket(sock, server_side=peer is None, do_handshake_on_connect=False)
+        door.selector.register(self.sock, EVENT_WRITE, self.on_event)
+        self._refusal = 0 if peer is None else self.sock.connect_ex(place)
+        door.attempts.append(self)
+
+    def on_event(self, _: int) -> None:
+        """Go as far as the socket allows."""
+        try:
+            theirs = self._go()
+        except (BlockingIOError, ssl.SSLWantReadError):
+            self._door.selector.modify(self.sock, EVENT_READ, self.on_event)
+        except ssl.SSLWantWriteError:
+            self._door.selector.modify(self.sock, EVENT_WRITE, self.on_event)
+        except (OSError, Refused) as error:
+            is_told = self._is_connecting or isinstance(error, Refused)
+            self.end(error if is_told else ConnectionError(f"{error}; {trust.SAME_TLS}"))
+        else:
+            self.end(None, theirs)
+
+    def end(self, error: Exception | None, theirs: Claims | None = None) -> None:
+        """Hand the connection over, or close it."""
+        self._door.selector.unregister(self.sock)
+        self._door.attempts.remove(self)
+        if self.peer is not None and error is None:
+            self.peer.note_reached(self._index)
+        if theirs is not None and (self.peer is None or self._door.is_same(self.peer, theirs)):
+            return (self.peer or self._door.peers[theirs.rank]).attach(theirs.lane, self.sock, theirs.received)
+        self.sock.close()
+        if self.peer is not None and error is not None:
+            is_refused = isinstance(error, ConnectionRefusedError)
+            self.peer.note_trouble(self._index, f"dialling it: {error}", is_refused=is_refused)
+            if isinstance(error, Refused) and error.args != (trust.EARLY,):
+                self.peer.end(f"it refused the connection: {error}")
+
+    def _go(self) -> Claims | None:
+        if self._is_connecting and self.peer is not None:
+            number = self.sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+            if self._refusal != errno.EINPROGRESS:
+                number = number or self._refusal
+            if number:
+                raise OSError(number, os.strerror(number))
+            self._is_connecting = False
+            self.peer.note_answer()
+        if self._steps is None:
+            return None
+        if isinstance(self.sock, ssl.SSLSocket):
+            self.sock.do_handshake()
+        while True:
+            if self._says and self.sock.send(self._says) < len(self._says):  # a new connection has room for it
+                raise ConnectionError("it takes no bytes")
+            self._says = b""
+            while len(self._got) < self._need:
+                if not (part := self.sock.recv(self._need - len(self._got))):
+                    raise ConnectionError("it closed the connection in the handshake")
+                self._got += part
+            got, self._got = self._got, b""
+            try:
+                self._says, self._need = self._steps.send(got)
+            except StopIteration as end:
+                return Claims(*end.value)
 
 
 class Door:
     """The listening port of one rank, and handshakes under way; for the link's thread.
 
     contexts: for TLS, to dial and to accept with.
-    peers: by rank; the caller adds to it.
     """
 
     def __init__(
-        self, rank: int, world_size: int, secret: bytes, contexts: tuple[ssl.SSLContext | None, ssl.SSLContext | None],
-        listener: socket.socket, selector: selectors.BaseSelector, peers: dict[int, Peer],
+        self, link: "Link", world_size: int, secret: bytes,
+        contexts: tuple[ssl.SSLContext | None, ssl.SSLContext | None], listener: socket.socket,
     ) -> None:  # fmt: skip
-        self._rank, self._world_size, self._secret, self._contexts = rank, world_size, secret, contexts
-        self._listener, self._selector, self._peers = listener, selector, peers
-        self.instance = os.urandom(16)
+        self._rank, self._world_size, self._secret, self._instance = link.rank, world_size, secret, link.instance
+        self._listener, self.contexts, self.selector, self.peers = listener, contexts, link.selector, link.peers
         self.attempts: list[Attempt] = []
         self._is_deaf = False
         self.port: int = listener.getsockname()[1]
-        selector.register(listener, selectors.EVENT_READ, self._accept)
+        self.selector.register(listener, EVENT_READ, self._accept)
 
     def dial(self, place: Resolved, peer: Peer, index: int) -> None:
         """Connect a lane of a peer; index -1 only tries whether its port takes connections."""
         steps = None
         if index >= 0:
             received = peer.lanes[index].received
-            ours = (self._rank, peer.rank, self._world_size, index, len(peer.lanes), self.instance, received)
+            ours = (self._rank, peer.rank, self._world_size, index, len(peer.lanes), self._instance, received)
             steps = trust.dial(self._secret, Claims(*ours))
 
-        def on_end(attempt: Attempt, theirs: Claims | None, error: Exception | None) -> None:
-            self.attempts.remove(attempt)
-            if error is not None:
-                peer.note_trouble(index, f"dialling it: {error}", is_refused=isinstance(error, ConnectionRefusedError))
-                if isinstance(error, Refused) and error.args != (trust.EARLY,):
-                    peer.end(f"it refused the connection: {error}")
-                return
-            peer.note_reached(index)
-            if theirs is not None and self._is_same(peer, theirs):
-                peer.attach(index, attempt.sock, theirs.received)
-            else:
-                attempt.sock.close()
-
         try:
-            sock = socket.socket(place[0], socket.SOCK_STREAM)
+            Attempt(self, socket.socket(place[0], socket.SOCK_STREAM), steps, peer, index, place[1])
         except OSError as error:  # no descriptor is free
             peer.note_trouble(index, str(error))
-            return
-        self.attempts.append(
-            Attempt(self._selector, sock, steps, self._contexts[0], on_end, place[1], peer.note_answer)
-        )
 
     def tick(self, now: float) -> None:
         """End handshakes that take too long."""
         if self._is_deaf:
-            self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
+            self.selector.register(self._listener, EVENT_READ, self._accept)
             self._is_deaf = False
         for attempt in [one for one in self.attempts if now - one.began_at > HANDSHAKE_S]:
-            attempt.end(None, TimeoutError(f"no handshake in {HANDSHAKE_S:g} s; {trust.SAME_TLS}"))
+            attempt.end(TimeoutError(f"no handshake in {HANDSHAKE_S:g} s; {trust.SAME_TLS}"))
 
     def close(self) -> None:
         for attempt in self.attempts:
@@ -83,67 +148,38 @@ class Door:
         try:
             sock, _address = self._listener.accept()
         except OSError:  # it has gone again, or no descriptor is free
-            self._selector.unregister(self._listener)
+            self.selector.unregister(self._listener)
             self._is_deaf = True  # until the next tick
             return
-        strangers = [one for one in self.attempts if not one.dials]
+        strangers = [one for one in self.attempts if one.peer is None]
         if len(strangers) >= MAX_STRANGERS:
-            strangers[0].end(None, ConnectionError("too many connections at once"))
-
-        def on_end(attempt: Attempt, theirs: Claims | None, _: Exception | None) -> None:
-            self.attempts.remove(attempt)
-            if theirs is not None:
-                self._peers[theirs.rank].attach(theirs.lane, attempt.sock, theirs.received)
-
-        steps = trust.accept(self._secret, self._admit)
+            strangers[0].end(ConnectionError("too many connections at once"))
         try:
             sock.getpeername()  # raises an error if the other side has closed the connection already, as TLS would
-            self.attempts.append(Attempt(self._selector, sock, steps, self._contexts[1], on_end))
+            Attempt(self, sock, trust.accept(self._secret, self._admit))
         except (OSError, ValueError):
             sock.close()
 
     def _admit(self, theirs: Claims) -> tuple[int, Claims]:
         """Judge what a dialler claims who knows the secret."""
-        ours = theirs._replace(rank=self._rank, to=theirs.rank, world_size=self._world_size, instance=self.instance)
+        ours = theirs._replace(rank=self._rank, to=theirs.rank, world_size=self._world_size, instance=self._instance)
         if theirs.world_size != self._world_size or theirs.to != self._rank or theirs.rank <= self._rank:
             return trust.JOB, ours
-        if (peer := self._peers.get(theirs.rank)) is None:
+        if (peer := self.peers.get(theirs.rank)) is None:
             return trust.EARLY, ours
         if theirs.lane >= theirs.num_lanes or theirs.num_lanes != len(peer.lanes):
             return trust.JOB, ours
         if peer.has_left and peer.instance != theirs.instance:
             return trust.EARLY, ours  # it has a new link; this rank will connect with it again
-        if not self._is_same(peer, theirs):
+        if not self.is_same(peer, theirs):
             return trust.RESTARTED, ours
         peer.lanes[theirs.lane].drop("the other side has dialled again")
         return trust.WELCOME, ours._replace(received=peer.lanes[theirs.lane].received)
 
-    def _is_same(self, peer: Peer, theirs: Claims) -> bool:
+    def is_same(self, peer: Peer, theirs: Claims) -> bool:
         """Return False if the peer is gone, also because another process has taken its place."""
         if not peer.is_begun:
             peer.instance = theirs.instance
         if peer.instance != theirs.instance:
             peer.end("its process was restarted, and what it had sent and received is lost")
         return peer.state is not State.GONE
-
-
-def resolve(host: str, port: int) -> Resolved:
-    try:
-        family, _, _, _, place = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-    except OSError as error:
-        raise CommunicationError(f"link: the address '{host}' is not found: {error}; give another one") from error
-    return family, place
-
-
-def listen(host: str, ports: tuple[int, int] | None) -> socket.socket:
-    """Return a listening socket on the first free port."""
-    low, high = ports or (0, 0)
-    for port in range(low, high + 1):
-        try:
-            sock = socket.create_server((host, port), family=resolve(host, port)[0], backlog=MAX_STRANGERS)
-        except OSError as error:
-            trouble = error
-        else:
-            sock.setblocking(False)
-            return sock
-    raise CommunicationError(f"link: cannot listen on {host}, ports {low} to {high}: {trouble}; give other ports")

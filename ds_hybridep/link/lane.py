@@ -7,7 +7,6 @@ got; the rest is sent again, and a frame that was cut off is read again from its
 """
 
 import contextlib
-import selectors
 import socket
 import ssl
 import sys
@@ -15,11 +14,14 @@ import time
 from collections import deque
 from collections.abc import Callable
 from selectors import EVENT_READ, EVENT_WRITE
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from ds_hybridep.link.messages import BULK, SMALL_BYTES, Mail, Piece, Receive
+from ds_hybridep.link.messages import SMALL_BYTES, Piece, Receive
 from ds_hybridep.link.options import tcp_info
 from ds_hybridep.link.wire import FACT_BYTES, HEADER, Frame, Kind, parse
+
+if TYPE_CHECKING:
+    from ds_hybridep.link.peer import Peer
 
 _BATCH_BYTES, _BATCH_BUFFERS = 2**18, 64  # given to the system at once
 _ROUNDS = 32  # reads or writes in a row, before it is other lanes' turn
@@ -30,18 +32,12 @@ _BLOCKED = (BlockingIOError, InterruptedError, ssl.SSLWantReadError, ssl.SSLWant
 class Lane:
     """One side of a lane, for the link's thread.  `sock` is None while there is no connection.
 
-    Args:
-        priority: of the messages that it carries.
-        on_told: called with frames that are no part of messages, and their payload.
-        on_drop: called with the lane and the reason when a connection was closed.
+    priority: of the messages that it carries.
     """
 
-    def __init__(
-        self, index: int, priority: int, mail: Mail, selector: selectors.BaseSelector,
-        on_told: Callable[[Frame, bytes], None], on_drop: Callable[["Lane", str], None],
-    ) -> None:  # fmt: skip
-        self.index, self._priority, self._mail, self._selector = index, priority, mail, selector
-        self._on_told, self._on_drop = on_told, on_drop
+    def __init__(self, index: int, priority: int, peer: "Peer") -> None:
+        self.index, self._priority, self._peer, self._mail = index, priority, peer, peer.mail
+        self._selector = peer.link.selector
         self.sock: socket.socket | None = None
         self.heard_at = self.acknowledged_at = time.monotonic()
         self.silent_s = 0.0  # for the peer to count
@@ -87,7 +83,7 @@ class Lane:
             self.sock.close()
             self.sock = None
             self._clear()
-            self._on_drop(self, cause)
+            self._peer.dropped(self, cause)
 
     def on_event(self, mask: int) -> None:
         """Read and write what the socket allows."""
@@ -233,7 +229,7 @@ class Lane:
         if frame.kind is Kind.ACK:
             self._acknowledge(frame.sequence)
         elif receive is None:
-            self._on_told(frame, b"" if payload is None else bytes(payload[: frame.length]))
+            self._peer.told(frame, b"" if payload is None else bytes(payload[: frame.length]))
         else:
             self.received += 1
             self._ack_is_due = True
@@ -248,9 +244,7 @@ class Lifeline(Lane):
     `ssl` in Python could write TLS's records, so behind the handshake the bytes are plain.
     """
 
-    def __init__(self, index: int, mail: Mail, selector: selectors.BaseSelector, *calls: Any) -> None:
-        super().__init__(index, BULK, mail, selector, *calls)
-        self._native: tuple[Any, int] | None = None  # the compiled module that writes, and its number for this socket
+    _native: tuple[Any, int] | None = None  # the compiled module that writes, and its number for this socket
 
     def attach(self, sock: socket.socket, received: int) -> None:
         """Go on over a new connection."""

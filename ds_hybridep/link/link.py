@@ -2,24 +2,20 @@
 """The link of one rank to others: one listening port, one thread, and the channels of its callers."""
 
 import atexit
-import contextlib
-import functools
 import logging
 import os
 import selectors
-import socket
 import sys
 import threading
 import time
 import weakref
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 
 from ds_hybridep.errors import CommunicationError, ConfigError
-from ds_hybridep.link.door import Address, Door, listen, resolve
-from ds_hybridep.link.messages import BULK, Mail, Receive, Send
-from ds_hybridep.link.options import Options
-from ds_hybridep.link.peer import FAILED, LEFT, Fact, Outgoing, Peer, State, Statistics
+from ds_hybridep.link.door import Door
+from ds_hybridep.link.messages import BULK, Receive, Send
+from ds_hybridep.link.options import Address, Options, listen
+from ds_hybridep.link.peer import FAILED, LEFT, Fact, Peer, State, Statistics
 from ds_hybridep.link.trust import LEAST_SECRET_BYTES, TLS
 from ds_hybridep.link.wire import FACT_BYTES, Data, stream_of, view_of
 
@@ -27,7 +23,6 @@ logger = logging.getLogger(__name__)
 TICK_S = 0.05  # between looks at what is due
 LEAVE_S = 1.0  # how long the others may take to hear of this rank's end
 LONGEST_FLUSH_S = 60.0  # how long an ending rank waits for a peer that dials again or still acknowledges
-MAX_FACTS = 1000  # the newest are kept
 _links: "weakref.WeakSet[Link]" = weakref.WeakSet()
 
 
@@ -43,8 +38,6 @@ class Link:
         timeout_s: a peer of which nothing is heard for so long is gone.
         early_bytes: bound, per peer, for messages that nobody has asked for yet.  Past it a connection is not read,
             and TCP slows the sender down, unless this rank waits for anything of that peer.
-        on_change: called in the link's thread with each `Fact`; it must not wait.
-        on_tick: called there several times a second; it must not wait either.
 
     Raises CommunicationError if no port is free, ConfigError if the secret is short or TLS files cannot be used.
     """
@@ -52,31 +45,32 @@ class Link:
     def __init__(
         self, rank: int, world_size: int, *, secret: bytes, host: str, ports: tuple[int, int] | None = None,
         tls: TLS | None = None, timeout_s: float, early_bytes: int = 2**28,
-        on_change: Callable[[Fact], None] | None = None, on_tick: Callable[[], None] | None = None,
     ) -> None:  # fmt: skip
         if len(secret) < LEAST_SECRET_BYTES:
             raise ConfigError(f"the secret of the link has {len(secret)} bytes; give at least {LEAST_SECRET_BYTES}")
-        self.rank, self._timeout_s = rank, timeout_s
-        self._early_bytes, self.on_change, self.on_tick = early_bytes, on_change, on_tick
-        self._lock = threading.Lock()
-        self._changed = threading.Condition(self._lock)
+        self.rank, self.timeout_s, self.early_bytes = rank, timeout_s, early_bytes
+        # Called in the link's thread, with each `Fact` and several times a second; they must not wait.
+        self.on_change: Callable[[Fact], None] = lambda fact: None
+        self.on_tick: Callable[[], None] = lambda: None
+        self.lock = threading.Lock()
+        self._changed = threading.Condition(self.lock)
         self.peers: dict[int, Peer] = {}
         self._to_pump: set[Peer] = set()
-        self._facts: deque[Fact] = deque(maxlen=MAX_FACTS)
-        self.outgoing = Outgoing()
-        self.last_words: tuple[str, str] | None = None  # for the process's end; by default what has ended it
-        self._errors = _Errors()
-        self._last_words: tuple[str, str] | None = None
+        self.progress = 0  # a number of the caller's, which heartbeats carry
+        self.said: list[bytes] = []  # announcements: a kind, a zero byte and a text
+        self.last_words: tuple[str, str] | None = None  # what the peers hear at the end; by default what has ended it
+        self._has_said_them = False
+        # Exceptions are known by their ids: to hold one would hold frames.
+        self._progress, self._seen_id, self._survived_id = 0, id(_last_error()), id(_last_error())
         self._ends_at: float | None = None
-        self._ends_by = 0.0
-        self.is_closed = False
-        self._selector = selectors.DefaultSelector()
+        self._ends_by, self.is_closed = 0.0, False
+        self.selector = selectors.DefaultSelector()
         contexts = (None, None) if tls is None else tls.contexts()
-        self.door = Door(rank, world_size, secret, contexts, listen(host, ports), self._selector, self.peers)
+        self.instance = os.urandom(16)  # a name of this link alone
+        self.door = Door(self, world_size, secret, contexts, listen(host, ports))
         self.address: Address = (host, self.door.port)
-        self.instance = self.door.instance  # a name of this link alone, of 16 bytes
         self._wakes = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._selector.register(self._wakes, selectors.EVENT_READ, lambda _: os.eventfd_read(self._wakes))
+        self.selector.register(self._wakes, selectors.EVENT_READ, lambda _: os.eventfd_read(self._wakes))
         self._thread = threading.Thread(target=self._run, name="hybridep-link", daemon=True)
         _links.add(self)
         atexit.register(self._at_exit)
@@ -87,28 +81,16 @@ class Link:
         """Connect to peers, given as rank -> `Link.address` of that rank; may be called again for others.
 
         A rank that is connected already is connected anew.  Raises CommunicationError if one is gone or not connected
-        after `timeout_s`, ConfigError for `options`.  One that has left meanwhile is no error here, but for whoever
-        receives from it.
+        after `timeout_s`.  One that has left meanwhile is no error here, but for whoever receives from it.
         """
         self._check_open()
-        options = options or Options()
-        with contextlib.closing(socket.socket()) as trial:
-            options.apply(trial)
-        new = {}
+        options, new = options or Options(), {}
         for rank, (host, port) in addresses.items():
             if rank != self.rank:
-                mail = Mail(
-                    self._lock, self._early_bytes, options.connections, lambda text: self.announce("refused", text)
-                )
-                new[rank] = Peer(
-                    rank, f"rank {rank} ({host}:{port})", mail, options, self._timeout_s, self._selector,
-                    dials=self.rank > rank, dial=functools.partial(self.door.dial, resolve(host, port)),
-                    on_change=self._note, outgoing=self.outgoing,
-                )  # fmt: skip
+                new[rank] = Peer(self, rank, (host, port), options)
         with self._changed:
             for rank in new.keys() & self.peers.keys():
                 self._discard(self.peers[rank], "it was connected anew")
-            self._facts = deque((one for one in self._facts if one.rank not in new), MAX_FACTS)
             self.peers |= new
             self._to_pump |= set(new.values())
             if not self._thread.is_alive():
@@ -116,11 +98,11 @@ class Link:
             os.eventfd_write(self._wakes, 1)
             self._changed.wait_for(
                 lambda: all(one.state is State.ALIVE or one.mail.cause or self.is_closed for one in new.values()),
-                self._timeout_s,
+                self.timeout_s,
             )
         for peer in new.values():
             if peer.state is not State.ALIVE and not peer.has_left:
-                cause = peer.mail.cause or f"no connection after {self._timeout_s:g} s; last, {peer.last_trouble}"
+                cause = peer.mail.cause or f"no connection after {self.timeout_s:g} s; last, {peer.last_trouble}"
                 self._discard(self.peers.pop(peer.rank), cause)  # so that it may be tried again
                 self._wake()
                 raise CommunicationError(f"rank {self.rank}: connecting with {peer.who} failed: {cause}")
@@ -132,33 +114,27 @@ class Link:
     def announce(self, kind: str, text: str) -> None:
         """Tell all peers something, now and after resets; with FAILED or LEFT, this rank is gone for them."""
         said = f"{kind}\0{text}".encode(errors="replace")[:FACT_BYTES]
-        if said not in self.outgoing.said:
-            self.outgoing.said.append(said)
+        if said not in self.said:
+            self.said.append(said)
         self._to_pump.update(self.peers.values())
         self._wake()
-
-    def facts(self) -> list[Fact]:
-        """Return what peers have announced last, and which are gone."""
-        return list(self._facts)
 
     def statistics(self) -> dict[int, Statistics]:
         """Return what was exchanged with each peer."""
         return {rank: peer.statistics() for rank, peer in dict(self.peers).items()}
 
-    def close(
-        self, flush_s: float = 5.0, *, kind: str = LEFT, text: str = "it has closed its link", waits: bool = True,
-        is_patient: bool = True,
-    ) -> None:  # fmt: skip
+    def close(self, flush_s: float = 5.0, *, waits: bool = True, patience_s: float = LONGEST_FLUSH_S) -> None:
         """Wait up to `flush_s` until all that was sent is acknowledged, tell the peers, and end the thread.
 
         Receives that are waited for fail at once, in whatever thread; sends too if `flush_s` is 0.
         waits: False returns at once, and leaves this to the thread.
-        is_patient: a peer whose connection is being made again, or that still acknowledges, has up to a minute more.
+        patience_s: how much longer a peer has whose connection is being made again, or that still acknowledges.
         """
         if self._thread.is_alive():
             if self._ends_at is None:
-                self._ends_by = time.monotonic() + flush_s + LONGEST_FLUSH_S * (is_patient and flush_s > 0)
-                self._last_words, self._ends_at = (kind, text), time.monotonic() + flush_s
+                self.last_words = self.last_words or (LEFT, "it has closed its link")
+                self._ends_by = time.monotonic() + flush_s + (patience_s if flush_s else 0.0)
+                self._ends_at = time.monotonic() + flush_s
                 for peer in list(self.peers.values()):
                     peer.mail.fail("the link was closed", with_sends=not flush_s)
                 with self._changed:
@@ -170,8 +146,9 @@ class Link:
             self._end()
 
     def failure(self) -> BaseException | None:
-        """Return the exception that ends this script, if one is known."""
-        return self._errors.uncaught()
+        """Return the exception that ends this script, if one is known; not that of a notebook's earlier cell."""
+        error = _last_error()
+        return None if id(error) == self._survived_id else error
 
     def peer(self, rank: int) -> Peer:
         """Return a peer; CommunicationError if there is no such peer or the link was closed."""
@@ -190,7 +167,7 @@ class Link:
             raise CommunicationError(f"rank {self.rank}: the link was closed, or belongs to this process's parent")
 
     def _wake(self) -> None:
-        with self._lock:  # once closed, the descriptor's number may be another file's
+        with self.lock:  # once closed, the descriptor's number may be another file's
             if not self.is_closed:
                 os.eventfd_write(self._wakes, 1)
 
@@ -201,9 +178,11 @@ class Link:
 
     def _at_exit(self) -> None:
         error = self.failure()
-        text = "its script has ended" if error is None else f"{type(error).__name__}: {error}"
-        kind, text = self.last_words or (LEFT if error is None else FAILED, text)
-        self.close(kind=kind, text=text, is_patient=error is None)
+        if error is None:
+            self.last_words = self.last_words or (LEFT, "its script has ended")
+            return self.close()
+        self.last_words = self.last_words or (FAILED, f"{type(error).__name__}: {error}")
+        self.close(patience_s=0.0)
 
     # -- the thread -------------------------------------------------------------------------------------------------
 
@@ -212,8 +191,8 @@ class Link:
         try:
             ticked_at = time.monotonic()
             while not self._has_left():
-                for key, mask in self._selector.select(TICK_S):
-                    now = self._selector.get_map().get(key.fd)
+                for key, mask in self.selector.select(TICK_S):
+                    now = self.selector.get_map().get(key.fd)
                     if now is not None and now.fileobj is key.fileobj:  # else another event has closed it
                         key.data(mask)
                 while self._to_pump:
@@ -233,13 +212,13 @@ class Link:
         self.door.tick(now)
         for peer in list(self.peers.values()):
             peer.tick(now)
-        newest = _Errors.newest()  # before `on_tick` looks at the progress, which may change meanwhile
-        if (on_tick := self.on_tick) is not None:
-            try:
-                on_tick()
-            except Exception:
-                logger.exception("rank %d: on_tick failed", self.rank)
-        self._errors.note(newest, self.outgoing.progress)
+        newest = id(_last_error())  # before `on_tick` looks at the progress, which may change meanwhile
+        self._call(self.on_tick)
+        if self._progress != self.progress:  # progress was made after an exception: it has ended no script
+            self._progress, self._survived_id = self.progress, self._seen_id
+        elif newest != self._survived_id:
+            self._survived_id = 0  # another exception may get the same id
+        self._seen_id = newest
 
     def _has_left(self) -> bool:
         """Return True once this rank wants to end and its peers know."""
@@ -247,21 +226,22 @@ class Link:
             return False
         now, peers = time.monotonic(), list(self.peers.values())
         is_late = now > self._ends_by or (now > self._ends_at and not any(one.may_take_more() for one in peers))
-        if self._last_words is not None and (is_late or not any(one.mail.has_outgoing() for one in peers)):
-            self.announce(*self._last_words)
-            self._last_words, self._ends_at = None, now + LEAVE_S
-        return self._last_words is None and (now > self._ends_at or all(one.state is State.GONE for one in peers))
+        if not self._has_said_them and (is_late or not any(one.mail.has_outgoing() for one in peers)):
+            self.announce(*(self.last_words or ("", "")))
+            self._has_said_them, self._ends_at = True, now + LEAVE_S
+        return self._has_said_them and (now > self._ends_at or all(one.state is State.GONE for one in peers))
 
-    def _note(self, fact: Fact) -> None:
+    def note(self, fact: Fact) -> None:
+        """Pass on what a peer has announced, or what has become of it."""
         with self._changed:
-            if fact.kind not in (State.ALIVE, State.SILENT):
-                self._facts.append(fact)
             self._changed.notify_all()
+        self._call(self.on_change, fact)
+
+    def _call(self, callback: Callable[..., None], *arguments: Fact) -> None:
         try:
-            if (on_change := self.on_change) is not None:
-                on_change(fact)
+            callback(*arguments)
         except Exception:
-            logger.exception("rank %d: on_change failed with %s", self.rank, fact)
+            logger.exception("rank %d: a callback of the link failed", self.rank)
 
     def _end(self) -> None:
         atexit.unregister(self._at_exit)
@@ -270,12 +250,12 @@ class Link:
             os.close(self._wakes)
             self._changed.notify_all()
         self.door.close()
-        self._selector.close()
+        self.selector.close()
 
     def forget(self) -> None:
         """In a forked process: close its copies of the connections, which belong to the parent."""
-        self._lock = threading.Lock()  # the parent's thread may have held it
-        self._changed = threading.Condition(self._lock)
+        self.lock = threading.Lock()  # the parent's thread may have held it
+        self._changed = threading.Condition(self.lock)
         if not self.is_closed:
             for sock in (lane.sock for peer in self.peers.values() for lane in peer.lanes):
                 if sock is not None:
@@ -326,28 +306,8 @@ class Channel:
         return peer, stream, f"rank {self.link.rank}: a message '{kind}' on channel '{self.name}' {word} {peer.who}"
 
 
-class _Errors:
-    """Tells the exception that ends a script from that of a notebook's cell, after which progress was made.
-
-    Exceptions are known by their ids: to hold one would hold frames.
-    """
-
-    def __init__(self) -> None:
-        self._progress, self._seen, self._survived = 0, self.newest(), self.newest()
-
-    @staticmethod
-    def newest() -> int:
-        return id(getattr(sys, "last_value", None))  # which the interpreter sets to what nobody catches
-
-    def note(self, newest: int, progress: int) -> None:
-        if progress != self._progress:
-            self._progress, self._survived = progress, self._seen
-        elif newest != self._survived:
-            self._survived = 0  # another exception may get the same id
-        self._seen = newest
-
-    def uncaught(self) -> BaseException | None:
-        return None if self.newest() == self._survived else getattr(sys, "last_value", None)
+def _last_error() -> BaseException | None:
+    return getattr(sys, "last_value", None)  # which the interpreter sets to what nobody catches
 
 
 def _in_child() -> None:

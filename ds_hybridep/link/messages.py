@@ -5,34 +5,29 @@ A message is known by its key: its stream and its number in it.  Where a receive
 into that receive's memory; else into new memory, bounded, which a later receive of the key takes over.
 """
 
-import logging
+import contextlib
 import threading
 from collections import defaultdict, deque
-from collections.abc import Callable
-from typing import Any
+from concurrent.futures import Future, InvalidStateError
 
 from ds_hybridep.errors import CommunicationError
 from ds_hybridep.link.wire import CHUNK_BYTES, LEAST_CHUNK_BYTES, Frame, Kind
 
-logger = logging.getLogger(__name__)
 URGENT, BULK = 0, 1  # priorities
 SMALL_BYTES = 2**14  # a payload up to this size is copied
 Key = tuple[bytes, int]  # stream, sequence
 
 
-class Handle:
-    """A message that was given to `Channel.send` or asked for with `Channel.receive`."""
+class Handle(Future[str | None]):
+    """A message that was given to `Channel.send` or asked for with `Channel.receive`; its result is why it has failed.
+
+    It is done if it has arrived, for a send: if its memory may change again; or if it has failed.  Callbacks run in
+    the link's thread, which must not wait, or at once if it is done.
+    """
 
     def __init__(self, what: str = "") -> None:
+        super().__init__()
         self.what = what  # for errors
-        self._ended = threading.Event()
-        self._failure: str | None = None
-        self._callbacks: list[Callable[[Any], object]] = []
-        self._lock = threading.Lock()
-
-    def is_done(self) -> bool:
-        """Return True if it has arrived, for a send: if its memory may change again; or if it has failed."""
-        return self._ended.is_set()
 
     def wait(self, timeout_s: float | None = None) -> memoryview:
         """Block until it is done.  Return what was received; of a send nothing.
@@ -40,39 +35,26 @@ class Handle:
         Raises CommunicationError if the other rank is gone, if the message is longer than its receive takes, or after
         `timeout_s`; it may then be waited for again.
         """
-        if not self._ended.wait(timeout_s):
-            raise CommunicationError(f"{self.what} was not done after {timeout_s:g} s; see the log of that rank")
-        if self._failure is not None:
-            raise CommunicationError(f"{self.what} failed: {self._failure}")
-        return self._result()
+        try:
+            failure = self.result(timeout_s)
+        except TimeoutError:
+            failure = f"was not done after {timeout_s:g} s; see the log of that rank"
+        else:
+            failure = failure and f"failed: {failure}"
+        if failure is not None:
+            raise CommunicationError(f"{self.what} {failure}")
+        return self._content()
 
     def failure(self) -> str | None:
         """Return why it has failed; None if it has not, or is not done."""
-        return self._failure
-
-    def when_done(self, callback: Callable[[Any], object]) -> None:
-        """Call `callback` with this handle: at once if it is done, else in the link's thread, which must not wait."""
-        with self._lock:
-            if not self._ended.is_set():
-                self._callbacks.append(callback)
-                return
-        callback(self)
+        return self.result() if self.done() else None
 
     def end(self, failure: str | None = None) -> None:
         """Mark it as done or, with a reason, as failed; a second call does nothing."""
-        with self._lock:
-            if self._ended.is_set():
-                return
-            self._failure = failure
-            self._ended.set()
-            callbacks, self._callbacks = self._callbacks, []  # a callback may refer to this handle
-        for callback in callbacks:
-            try:
-                callback(self)
-            except Exception:
-                logger.exception("a callback of %s failed", self.what)
+        with contextlib.suppress(InvalidStateError):
+            self.set_result(failure)
 
-    def _result(self) -> memoryview:
+    def _content(self) -> memoryview:
         return memoryview(b"")
 
 
@@ -110,7 +92,7 @@ class Receive(Handle):
                 raise ConnectionError(f"there is no memory for its message of {total} bytes") from None
         self.total = self.num_missing = total
 
-    def _result(self) -> memoryview:
+    def _content(self) -> memoryview:
         assert self.memory is not None, self.what
         if self.into is not None and self.memory.obj is not self.into.obj:
             place = self.into[: self.total]  # copied by the thread that waits, so that others are read meanwhile
@@ -128,15 +110,12 @@ class Mail:
     lock: of the link, held for moments only.
     early_bytes: bound for messages of one priority that nobody has asked for.
     num_pieces: that a message is cut into if it is long enough.
-    complain: called with a text for the sender of a message that is too long.
     """
 
-    def __init__(
-        self, lock: threading.Lock, early_bytes: int, num_pieces: int, complain: Callable[[str], None]
-    ) -> None:
+    def __init__(self, lock: threading.Lock, early_bytes: int, num_pieces: int) -> None:
         self.early_bytes = [0, 0]  # by priority, so that urgent ones never stop because of bulk ones
         self.cause = ""  # why the peer is gone
-        self._lock, self._most_early_bytes, self._num_pieces, self._complain = lock, early_bytes, num_pieces, complain
+        self._lock, self._most_early_bytes, self._num_pieces = lock, early_bytes, num_pieces
         self._counts: dict[tuple[str, bytes], int] = defaultdict(int)  # of messages in each direction and stream
         self._queues: tuple[deque[Send], ...] = (deque(), deque())  # by priority
         self._sends: dict[Key, Send] = {}  # not acknowledged
@@ -270,12 +249,9 @@ class Mail:
         assert receive.max_bytes is not None, receive.what
         if receive.total <= receive.max_bytes:
             receive.end()
-            return
-        failure = (
-            f"it has {receive.total} bytes, and this rank expects at most {receive.max_bytes}; do the ranks differ?"
-        )
-        receive.end(failure)
-        self._complain(f"{receive.what} failed: {failure}")
+        else:
+            wanted = f"this rank expects at most {receive.max_bytes}; do the ranks differ?"
+            receive.end(f"it has {receive.total} bytes, and {wanted}")
 
     def _next_key(self, direction: str, stream: bytes) -> Key:
         self._counts[direction, stream] += 1

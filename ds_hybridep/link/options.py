@@ -1,18 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Options of the link's own sockets, and what the system knows about them."""
+"""The link's own sockets: addresses, options, and what the system knows about them."""
 
 import contextlib
 import socket
 import struct
-from dataclasses import dataclass
+from typing import NamedTuple
 
-from ds_hybridep.errors import ConfigError
+from ds_hybridep.errors import CommunicationError
 
+Address = tuple[str, int]
+Resolved = tuple[int, tuple[object, ...]]  # address family and address, for a socket
 UNSENT_BYTES = 2**19  # what the system may hold beyond the congestion window; heartbeats wait behind it
 
 
-@dataclass(frozen=True)
-class Options:
+class Options(NamedTuple):
     """How two ranks are connected.
 
     connections: for messages of each priority, so that urgent ones never wait behind bulk ones.
@@ -23,15 +24,18 @@ class Options:
     congestion_control: str | None = None
 
     def apply(self, sock: socket.socket) -> None:
-        """Set them on a socket; ConfigError if the system refuses."""
+        """Set them on a socket; OSError if the system refuses."""
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, UNSENT_BYTES)
         if self.congestion_control is not None:
-            try:
-                sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, self.congestion_control.encode())
-            except OSError as error:
-                hint = "see `sysctl net.ipv4.tcp_available_congestion_control`"
-                raise ConfigError(f"link: the system refuses {self}: {error}; {hint}") from error
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, self.congestion_control.encode())
+
+    def are_permitted(self) -> bool:
+        """Return True if the system has this congestion control and lets this process choose it."""
+        with contextlib.suppress(OSError), socket.socket() as trial:
+            self.apply(trial)
+            return True
+        return False
 
 
 def tcp_info(sock: socket.socket | None) -> tuple[float | None, int]:
@@ -41,3 +45,25 @@ def tcp_info(sock: socket.socket | None) -> tuple[float | None, int]:
             info = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 104)
             return struct.unpack_from("=I", info, 68)[0] / 1e6, struct.unpack_from("=I", info, 100)[0]
     return None, 0
+
+
+def resolve(host: str, port: int) -> Resolved:
+    try:
+        family, _, _, _, place = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    except OSError as error:
+        raise CommunicationError(f"link: the address '{host}' is not found: {error}; give another one") from error
+    return family, place
+
+
+def listen(host: str, ports: tuple[int, int] | None) -> socket.socket:
+    """Return a listening socket on the first free port."""
+    low, high = ports or (0, 0)
+    for port in range(low, high + 1):
+        try:
+            sock = socket.create_server((host, port), family=resolve(host, port)[0], backlog=64)
+        except OSError as error:
+            trouble = error
+        else:
+            sock.setblocking(False)
+            return sock
+    raise CommunicationError(f"link: cannot listen on {host}, ports {low} to {high}: {trouble}; give other ports")

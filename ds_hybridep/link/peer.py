@@ -1,19 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
 """The other end of a link: its lanes, when they are dialled, and whether it lives."""
 
-import selectors
 import socket
 import time
 from collections import defaultdict
-from collections.abc import Callable
 from enum import Enum
+from functools import partial
 from math import inf
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from ds_hybridep.link.lane import BEAT_S, Lane, Lifeline
 from ds_hybridep.link.messages import BULK, URGENT, Mail
-from ds_hybridep.link.options import Options, tcp_info
+from ds_hybridep.link.options import Address, Options, resolve, tcp_info
 from ds_hybridep.link.wire import Frame, Kind
+
+if TYPE_CHECKING:
+    from ds_hybridep.link.link import Link
 
 SILENT_S = 5.0  # a connection is given up if nothing comes for so long; a peer is then silent
 TRIAL_S = 1.0  # how long the start waits for the answer of a port that only the other side needs to reach
@@ -50,51 +52,28 @@ class Statistics(NamedTuple):
     reconnects: int
 
 
-class Outgoing:
-    """What this rank tells all its peers, beside messages."""
-
-    def __init__(self) -> None:
-        self.progress = 0  # a number of the caller's, which heartbeats carry
-        self.said: list[bytes] = []  # announcements: a kind, a zero byte and a text
-
-
 class Peer:
-    """One peer, for the link's thread.
+    """One peer, for the link's thread."""
 
-    Args:
-        who: rank and address, for errors.
-        dials: True if this rank makes the connections.
-        dial: called with the index of a lane; -1 only tries whether the port takes connections.
-        on_change: called with what the peer announces, and with changes of its state.
-        outgoing: what this rank tells its peers.
-    """
-
-    def __init__(
-        self, rank: int, who: str, mail: Mail, options: Options, timeout_s: float, selector: selectors.BaseSelector,
-        *, dials: bool, dial: Callable[["Peer", int], None], on_change: Callable[[Fact], None],
-        outgoing: Outgoing,
-    ) -> None:  # fmt: skip
-        self.rank, self.who, self.mail, self.options, self._timeout_s = rank, who, mail, options, timeout_s
-        self._dials, self._dial, self._on_change = dials, dial, on_change
-        self._messages = [
-            Lane(index, priority, mail, selector, self._told, self._dropped)
-            for index, priority in enumerate([URGENT] * options.connections + [BULK] * options.connections)
-        ]
-        self.lanes = [*self._messages, Lifeline(2 * options.connections, mail, selector, self._told, self._dropped)]
+    def __init__(self, link: "Link", rank: int, address: Address, options: Options) -> None:
+        self.link, self.rank, self.options = link, rank, options
+        self.who = f"rank {rank} ({address[0]}:{address[1]})"
+        self.mail = Mail(link.lock, link.early_bytes, options.connections)
+        self._dials, self._dial = link.rank > rank, partial(link.door.dial, resolve(*address))
+        priorities = [URGENT] * options.connections + [BULK] * options.connections
+        self._messages = [Lane(index, priority, self) for index, priority in enumerate(priorities)]
+        self.lanes = [*self._messages, Lifeline(len(priorities), BULK, self)]
         self.state, self.instance, self.last_trouble = State.SILENT, b"", "no connection was made"
-        self.progress = 0  # `Outgoing.progress` of the peer
+        self.progress = 0  # `Link.progress` of the peer
         self.has_left = False  # in good order
         self.verdict = ""  # why this rank itself wants no more of it
-        self._outgoing = outgoing
         self._num_announced = self._num_facts = 0  # over this connection of lane 0; from the peer
         self._dial_at: dict[int, float] = defaultdict(float)  # by lane; never while an attempt is under way
         self._pause_s: dict[int, float] = defaultdict(lambda: FIRST_PAUSE_S)
         self._was_reached = False  # its port has taken a connection
-        self._knows_port = dials  # whether it takes connections
-        self._began_at = time.monotonic()
-        self._refused_at = inf
-        self._beaten_at = 0.0
-        self._ticked_at = time.monotonic()
+        self._knows_port = self._dials  # whether it takes connections
+        self._began_at = self._ticked_at = time.monotonic()
+        self._refused_at, self._beaten_at = inf, 0.0
 
     @property
     def is_begun(self) -> bool:
@@ -106,14 +85,13 @@ class Peer:
         return all(lane.num_connections for lane in self.lanes)
 
     def statistics(self) -> Statistics:
+        lanes, seen = self.lanes, [tcp_info(lane.sock) for lane in self.lanes]
         return Statistics(
-            self.state,
-            sum(lane.sent_bytes for lane in self.lanes),
-            sum(lane.received_bytes for lane in self.lanes),
-            min((one for lane in self.lanes if (one := tcp_info(lane.sock)[0]) is not None), default=None),
-            sum(lane.num_retransmitted + tcp_info(lane.sock)[1] for lane in self.lanes),
-            sum(max(lane.num_connections - 1, 0) for lane in self.lanes),
-        )
+            self.state, sum(lane.sent_bytes for lane in lanes), sum(lane.received_bytes for lane in lanes),
+            min((round_trip_s for round_trip_s, _ in seen if round_trip_s is not None), default=None),
+            sum(lane.num_retransmitted for lane in lanes) + sum(count for _, count in seen),
+            sum(max(lane.num_connections - 1, 0) for lane in lanes),
+        )  # fmt: skip
 
     def pump(self) -> None:
         """Send and receive what callers have asked for."""
@@ -127,8 +105,8 @@ class Peer:
             lane.flush()
 
     def _announce(self) -> None:
-        while self._num_announced < len(self._outgoing.said) and self.lanes[0].sock is not None:
-            said = self._outgoing.said[self._num_announced]
+        while self._num_announced < len(self.link.said) and self.lanes[0].sock is not None:
+            said = self.link.said[self._num_announced]
             self._num_announced += 1
             self.lanes[0].tell(Frame(Kind.FACT, len(said), sequence=self._num_announced), said)
 
@@ -136,19 +114,24 @@ class Peer:
         """Give a lane a new connection, whose other side has got `received` frames."""
         self.options.apply(sock)
         self.lanes[index].attach(sock, received)
+        self.lanes[index].tell(Frame(Kind.BEAT, sequence=self._outgoing.progress))
         self.pump()
         if self.is_connected():
             self.judge(time.monotonic())
 
-    def _dropped(self, lane: Lane, cause: str) -> None:
+    def dropped(self, lane: Lane, cause: str) -> None:
+        """A connection was closed."""
         self._num_announced = 0 if lane.index == 0 else self._num_announced  # what was under way is lost
         self.note_trouble(lane.index, cause)
         if self._dial_at[-1] < inf:
             self._dial_at[-1] = 0.0  # look at once whether its port still takes connections
 
-    def _told(self, frame: Frame, payload: bytes) -> None:
+    def told(self, frame: Frame, payload: bytes) -> None:
+        """A frame that is no part of a message has come."""
         if frame.kind is Kind.BEAT:
             self.progress = frame.sequence
+            if self.state is State.SILENT:
+                self.judge(time.monotonic())
         elif frame.kind is Kind.FACT and frame.sequence > self._num_facts:  # all are told again after a reset
             self._num_facts = frame.sequence
             kind, _, text = payload.decode(errors="replace").partition("\0")
@@ -157,7 +140,7 @@ class Peer:
                 self.lanes[0].flush()
                 self.end(f"it has {kind}: {text}", kind)
             else:
-                self._on_change(Fact(self.rank, kind, text))
+                self.link.note(Fact(self.rank, kind, text))
 
     def note_trouble(self, index: int, cause: str, *, is_refused: bool = False) -> None:
         """Dial a lane again a little later; index: as in `dial`."""
@@ -192,7 +175,7 @@ class Peer:
             elif now - lane.heard_at > SILENT_S:
                 lane.drop(f"nothing came for {SILENT_S:g} s")
             elif beats:
-                lane.tell(Frame(Kind.BEAT, sequence=self._outgoing.progress))
+                lane.tell(Frame(Kind.BEAT, sequence=self.link.progress))
         self.pump()
         if self.state is State.GONE:
             return
@@ -233,17 +216,17 @@ class Peer:
 
     def judge(self, now: float) -> None:
         """Find out whether the peer is alive, silent or gone."""
-        if max(lane.silent_s for lane in self._messages) > self._timeout_s:  # what one carries is lost without it
-            self.end(f"nothing was heard of it for {self._timeout_s:g} s; last, {self.last_trouble}", LOST)
+        if max(lane.silent_s for lane in self._messages) > self.link.timeout_s:  # what one carries is lost without it
+            self.end(f"nothing was heard of it for {self.link.timeout_s:g} s; last, {self.last_trouble}", LOST)
         elif now - self._refused_at > REFUSED_S:
             self.end("its connections were closed and its port takes no new ones: its process has ended")
         elif self.state is not State.GONE:
             # Only who knows that its port took connections can tell later that its process has ended.
             knows_port = self._knows_port or now - self._began_at > TRIAL_S
-            is_alive = self.age_s() <= SILENT_S and self.is_connected() and knows_port
+            is_alive = self.age_s() <= SILENT_S and self.is_connected() and self.is_begun and knows_port
             if (state := State.ALIVE if is_alive else State.SILENT) is not self.state:
                 self.state = state
-                self._on_change(Fact(self.rank, state.value, "" if is_alive else self.last_trouble))
+                self.link.note(Fact(self.rank, state.value, "" if is_alive else self.last_trouble))
 
     def end(self, cause: str, kind: str = State.GONE.value) -> None:
         """The peer is gone: close its connections and let all waits for it fail."""
@@ -254,4 +237,4 @@ class Peer:
                 lane.kept.clear()
             self.mail.fail(cause)
             if not self.verdict:
-                self._on_change(Fact(self.rank, kind, cause))
+                self.link.note(Fact(self.rank, kind, cause))

@@ -11,15 +11,11 @@ All messages have a fixed size.  With `TLS` this happens inside TLS 1.3; without
 nor protected against someone who can change packets on their way.
 """
 
-import errno
 import hashlib
 import hmac
 import os
-import selectors
-import socket
 import ssl
 import struct
-import time
 from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from pathlib import Path
@@ -129,15 +125,18 @@ class TLS:
     """Files in PEM format: this rank's certificate and key, and the authority that must have signed the others'.
 
     Names in certificates are not compared with hosts: whoever has a certificate of this authority and the secret
-    belongs to the job, so the authority should sign for nobody else.
+    belongs to the job, so the authority should sign for nobody else.  ConfigError if a file cannot be used.
     """
 
-    certificate: Path
-    key: Path
-    authority: Path
+    certificate: Path | str
+    key: Path | str
+    authority: Path | str
+
+    def __post_init__(self) -> None:
+        self.contexts()
 
     def contexts(self) -> tuple[ssl.SSLContext, ssl.SSLContext]:
-        """Return the contexts to dial and to accept with; ConfigError if a file cannot be used."""
+        """Return the contexts to dial and to accept with."""
         made = []
         for protocol in (ssl.PROTOCOL_TLS_CLIENT, ssl.PROTOCOL_TLS_SERVER):
             context = ssl.SSLContext(protocol)
@@ -152,82 +151,3 @@ class TLS:
             made.append(context)
         made[1].num_tickets = 0  # nothing is resumed by tickets, and they would be the only records after a handshake
         return made[0], made[1]
-
-
-class Attempt:
-    """A connection before its handshake has ended; runs the handshake's steps as bytes come in.
-
-    Args:
-        steps: from `dial` or `accept`; None only finds out whether the port takes connections.
-        context: for TLS.
-        on_end: called with this and with what the other side claims, or with what has gone wrong.
-        place: the address to connect `sock` to; None for a connection that was accepted.
-        on_connect: called when the other side's system has taken the connection.
-    """
-
-    def __init__(
-        self, selector: selectors.BaseSelector, sock: socket.socket, steps: Steps | None,
-        context: ssl.SSLContext | None, on_end: Callable[["Attempt", Claims | None, Exception | None], None],
-        place: tuple[object, ...] | None = None, on_connect: Callable[[], object] = lambda: None,
-    ) -> None:  # fmt: skip
-        self.began_at = time.monotonic()
-        self._selector, self._steps, self._on_end, self._on_connect = selector, steps, on_end, on_connect
-        self.dials = self._is_connecting = place is not None
-        self._says, self._need = (b"", 0) if steps is None else next(steps)
-        self._got, self._refusal = b"", 0
-        sock.setblocking(False)
-        self.sock: socket.socket = sock
-        if context is not None and steps is not None:
-            self.sock = context.wrap_socket(sock, server_side=place is None, do_handshake_on_connect=False)
-        self._selector.register(self.sock, selectors.EVENT_WRITE, self.on_event)
-        if place is not None:
-            self._refusal = self.sock.connect_ex(place)
-
-    def on_event(self, _: int) -> None:
-        """Go as far as the socket allows."""
-        try:
-            claims = self._go()
-        except (BlockingIOError, ssl.SSLWantReadError):
-            self._selector.modify(self.sock, selectors.EVENT_READ, self.on_event)
-        except ssl.SSLWantWriteError:
-            self._selector.modify(self.sock, selectors.EVENT_WRITE, self.on_event)
-        except Refused as error:
-            self.end(None, error)
-        except OSError as error:
-            self.end(None, error if self._is_connecting else ConnectionError(f"{error}; {SAME_TLS}"))
-        else:
-            self.end(claims, None)
-
-    def end(self, claims: Claims | None, failure: Exception | None) -> None:
-        """Hand the connection over, or close it."""
-        self._selector.unregister(self.sock)
-        if claims is None:
-            self.sock.close()
-        self._on_end(self, claims, failure)
-
-    def _go(self) -> Claims | None:
-        if self._is_connecting:
-            number = self.sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
-            if self._refusal != errno.EINPROGRESS:
-                number = number or self._refusal
-            if number:
-                raise OSError(number, os.strerror(number))
-            self._is_connecting = False
-            self._on_connect()
-        if self._steps is None:
-            return None
-        if isinstance(self.sock, ssl.SSLSocket):
-            self.sock.do_handshake()
-        while True:
-            if self._says and self.sock.send(self._says) < len(self._says):  # a new connection has room for it
-                raise ConnectionError("it takes no bytes")
-            self._says = b""
-            while len(self._got) < self._need:
-                if not (part := self.sock.recv(self._need - len(self._got))):
-                    raise ConnectionError("it closed the connection in the handshake")
-                self._got += part
-            got, self._got = self._got, b""
-            try:
-                self._says, self._need = self._steps.send(got)
-            except StopIteration as end:
-                return Claims(*end.value)

@@ -4,6 +4,7 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from ds_hybridep.errors import PlanError
 
@@ -49,13 +50,6 @@ class Link:
     connections: int = 1
     congestion_control: str | None = None
 
-    def __post_init__(self) -> None:
-        bandwidth, latency = self.bandwidth_bytes_per_s, self.latency_s
-        if bandwidth is not None and not (math.isfinite(bandwidth) and bandwidth > 0):
-            raise PlanError(f"bandwidth_bytes_per_s is {bandwidth}; give a finite number > 0, or None if not known")
-        if latency is not None and not (math.isfinite(latency) and latency >= 0):
-            raise PlanError(f"latency_s is {latency}; give a finite number >= 0, or None if not known")
-
 
 @dataclass(frozen=True)
 class Level:
@@ -64,10 +58,6 @@ class Level:
     name: str
     size: int
     link: Link = Link()
-
-    def __post_init__(self) -> None:
-        if self.size < 1:
-            raise PlanError(f"level {self.name!r} has size {self.size}; a level has at least 1 child")
 
 
 @dataclass(frozen=True)
@@ -122,12 +112,10 @@ class Cluster:
         self, level: int, *, bandwidth_bytes_per_s: float | None = None, latency_s: float | None = None
     ) -> "Cluster":
         """The same cluster with another link at one level; None keeps the old value."""
-        levels, link = list(self.levels), self.levels[level].link
-        bandwidth = link.bandwidth_bytes_per_s if bandwidth_bytes_per_s is None else bandwidth_bytes_per_s
-        latency = link.latency_s if latency_s is None else latency_s
-        levels[level] = replace(
-            levels[level], link=replace(levels[level].link, bandwidth_bytes_per_s=bandwidth, latency_s=latency)
-        )
+        values = {"bandwidth_bytes_per_s": bandwidth_bytes_per_s, "latency_s": latency_s}
+        known: dict[str, Any] = {key: value for key, value in values.items() if value is not None}
+        levels = list(self.levels)
+        levels[level] = replace(levels[level], link=replace(levels[level].link, **known))
         return Cluster(tuple(levels))
 
     def __str__(self) -> str:

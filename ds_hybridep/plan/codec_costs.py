@@ -50,7 +50,6 @@ def patch_cost(learning_rate: float) -> CodecCost:
     """Cost of patches of 16-bit weights that AdamW trains at this learning rate."""
     return CodecCost(
         "patch",
-        ratio=patch_ratio(learning_rate),
         encode_bytes_per_s=MEMORY_BYTES_PER_S * PATCHED_BYTES / PATCH_ENCODE_TRAFFIC,
         decode_bytes_per_s=MEMORY_BYTES_PER_S * PATCHED_BYTES / PATCH_DECODE_TRAFFIC,
         is_lossy=False,

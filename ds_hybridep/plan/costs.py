@@ -8,12 +8,13 @@ from typing import Literal
 from ds_hybridep.errors import PlanError
 from ds_hybridep.plan.cluster import Cluster
 from ds_hybridep.plan.depth import return_depth
-from ds_hybridep.plan.layout import Layout, Rates
+from ds_hybridep.plan.layout import IDENTITY, Layout
 from ds_hybridep.plan.packets import Part
 from ds_hybridep.plan.slots import part_of
 from ds_hybridep.plan.token_route import expected_rows
 from ds_hybridep.plan.workload import MASTER_BYTES, Workload
 
+HOST_BYTES_PER_S = 50e9  # between a GPU and the host's memory, for state that the host keeps
 COMPACT_BYTES = 161 * 2 / 128  # of an element in the compact form, which takes 161 words for 128 elements
 
 Way = Literal["weights", "gradients"]  # weights go to the replicas, gradients come back
@@ -69,7 +70,8 @@ def experts_per_rank(layout: Layout, workload: Workload) -> int:
 
 def has_patches(layout: Layout) -> bool:
     """True if owned weights leave as patches over some level."""
-    return any(layout.codecs[level].weight.is_lossless_encoding for level in layout.gather_levels)
+    weights = (layout.codecs[level].weight for level in layout.gather_levels)
+    return any(weight != IDENTITY and not weight.is_lossy for weight in weights)
 
 
 def lossy_weight_values(layout: Layout, workload: Workload) -> int:
@@ -91,7 +93,7 @@ def residual_bytes(workload: Workload) -> float:
     return COMPACT_BYTES if workload.param_bytes == 2 else MASTER_BYTES
 
 
-def host_traffic_s(layout: Layout, workload: Workload, rates: Rates, way: Way) -> float:
+def host_traffic_s(layout: Layout, workload: Workload, way: Way) -> float:
     """Seconds to move a layer's state from the host to the device and back; 0 if the host does not keep it.
 
     The state is residuals, and the mirrors and fp32 copies of a lossy codec of weights.  No part of this time is
@@ -104,7 +106,7 @@ def host_traffic_s(layout: Layout, workload: Workload, rates: Rates, way: Way) -
     else:
         per_param = gradient_residuals(layout, workload)
     num_params = experts_per_rank(layout, workload) * workload.expert_travel_params
-    return 2 * num_params * per_param / rates.host_bytes_per_s
+    return 2 * num_params * per_param / HOST_BYTES_PER_S
 
 
 def replicas_over(layout: Layout, level: int) -> int:

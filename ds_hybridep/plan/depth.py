@@ -11,12 +11,3 @@ def return_depth(num_layers: int, layer_bytes: float, prefetch_depth: int) -> in
     each layer needs `layer_bytes`, fp32, for the gradients that return.
     """
     return max(prefetch_depth, min(num_layers, int(RETURNING_BYTES // max(layer_bytes, 1))))
-
-
-def leaving_depth(num_levels: int, depth: int, prefetch_depth: int) -> int:
-    """Number of layers, beside the current one, that hold sums of replicas' gradients at a time, with one micro-step.
-
-    If a domain spans one level, sums are in a message as soon as their return starts.  Sums that cross several levels
-    may wait for earlier layers, at most `depth` of them.
-    """
-    return prefetch_depth if num_levels == 1 else depth

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
-from ds_hybridep.plan.activations import Activations, activations_of
+from ds_hybridep.plan.activations import activations_of
 from ds_hybridep.plan.cluster import Cluster
 from ds_hybridep.plan.costs import (
     experts_per_rank,
@@ -15,7 +15,6 @@ from ds_hybridep.plan.costs import (
     layers_in_flight,
     lossy_weight_values,
 )
-from ds_hybridep.plan.depth import leaving_depth
 from ds_hybridep.plan.held import dense_parameters, shared_experts
 from ds_hybridep.plan.layout import Layout
 from ds_hybridep.plan.workload import ADAM_BYTES, MASTER_BYTES, Workload
@@ -94,8 +93,12 @@ class Memory:
     replica_bytes: float
     sync_bytes: float = 0.0
     activation_bytes: float = 0.0
-    workspace_bytes: float = 0.0
     host_bytes: float = 0.0
+
+    @property
+    def workspace_bytes(self) -> float:
+        """Bytes of an allowance for the runtime and for what the allocator loses."""
+        return WORKSPACE_BYTES + FRAGMENTATION * self.activation_bytes
 
     @property
     def copies_bytes(self) -> float:
@@ -126,6 +129,7 @@ def memory_of(cluster: Cluster, layout: Layout, workload: Workload) -> Memory:
     replicas = _replicas(layout, workload)
     held = [find(cluster, layout, workload) for find in (dense_parameters, shared_experts)]
     synced = 2 * math.fsum(one.residual_bytes for one in held)  # residuals, and new ones until the step is applied
+    activations = activations_of(workload, num_experts_held=owned * layout.domain_size, is_padded=layout.is_padded)
     is_on_host = layout.state == "host"
     expert_bytes = state_bytes(model.expert_params, workload.expert_travel_params, workload, world // group)
     return Memory(
@@ -134,17 +138,8 @@ def memory_of(cluster: Cluster, layout: Layout, workload: Workload) -> Memory:
         replica_bytes=replicas.total,
         sync_bytes=0.0 if is_on_host else synced,
         host_bytes=replicas.host + replicas.host_returns + (synced if is_on_host else 0.0),
-        **working_bytes(
-            activations_of(workload, num_experts_held=owned * layout.domain_size, is_padded=layout.is_padded),
-            math.fsum(one.before_step_bytes for one in held),
-        ),
+        activation_bytes=max(activations.total_bytes, math.fsum(one.before_step_bytes for one in held)),
     )
-
-
-def working_bytes(activations: Activations, in_step: float = 0.0) -> dict[str, float]:
-    """Fields of `Memory` that change within a step; in_step: bytes of the optimizer's step, without activations."""
-    most = max(activations.total_bytes, in_step)
-    return {"activation_bytes": most, "workspace_bytes": WORKSPACE_BYTES + FRAGMENTATION * most}
 
 
 def _replicas(layout: Layout, workload: Workload) -> MemoryNeeds:
@@ -225,7 +220,8 @@ def needs_of(
 
     # Once a layer's gradients are sent, new residuals take the place of its larger sums.
     in_flight = 0 if is_on_host else most("residuals", depth if accumulates else None)
-    leaving = None if accumulates else leaving_depth(num_levels, depth, prefetch_depth)
+    # Sums that cross one level are in a message as soon as their return starts; others may wait for earlier layers.
+    leaving = None if accumulates else prefetch_depth if num_levels == 1 else depth
     return MemoryNeeds(
         replicas=most("replicas"),
         codecs=most("codecs"),

@@ -1,28 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
 """A model's sizes, from Hugging Face's config.json or our own short form."""
 
-import math
 from collections.abc import Mapping
 from typing import Any
 
 from ds_hybridep.errors import PlanError
 from ds_hybridep.plan.slots import Shape
-from ds_hybridep.plan.workload import MoEModel, Widths
+from ds_hybridep.plan.workload import MoEModel, Widths, num_params
 
 # Keys of Hugging Face's config.json: the first key that is present counts.
 NUM_EXPERTS_KEYS = ("num_local_experts", "num_experts", "n_routed_experts")
 TOP_K_KEYS = ("num_experts_per_tok", "experts_per_token", "num_experts_per_token", "moe_topk")
 
-SHORT_KEYS = (
-    "name", "layers", "hidden", "ffn", "experts", "top_k", "tokens", "dtype", "gated", "moe_layers", "expert_params",
-)  # fmt: skip
+SHORT_KEYS = ("layers", "hidden", "ffn", "experts", "top_k")
 
 
 def model_from_mapping(content: Mapping[str, Any], name: str = "model") -> MoEModel:
     """The model that a Hugging Face config.json or a file in our own short form describes.
 
-    Our short form needs `layers`, `hidden`, `ffn`, `experts` and `top_k`.  Optional: `gated` (default true: an expert
-    has three matrices; false: two), `moe_layers` (default: all layers) and `expert_params` (default: from ffn, gated).
+    In our short form, all layers have `experts` of three matrices, and an attention of four.
 
     Raises PlanError that names the missing or wrong key.
     """
@@ -40,25 +36,17 @@ def _from_short_form(content: Mapping[str, Any], name: str) -> MoEModel:
     for key in content:
         if key not in SHORT_KEYS:
             raise PlanError(f"model {name!r}: {key} is not a known key; known are {', '.join(SHORT_KEYS)}")
-    layers, hidden = _integer(content, "layers", name), _integer(content, "hidden", name)
-    experts, ffn = _integer(content, "experts", name), _integer(content, "ffn", name)
-    moe_layers = _integer(content, "moe_layers", name, layers)
-    matrices = _ffn_matrices(hidden, ffn)[0 if content.get("gated", True) else 1 :]
-    expert_params = _integer(content, "expert_params", name, _count(matrices))
-    layer = ((hidden, hidden),) * 4  # attention
-    dense_shapes = layer * layers + ((experts, hidden),) * moe_layers
+    layers, hidden, ffn, experts, top_k = (_integer(content, key, name) for key in SHORT_KEYS)
+    dense_shapes = ((hidden, hidden),) * 4 * layers + ((experts, hidden),) * layers
     return MoEModel(
-        name=str(content.get("name", name)),
+        name=name,
         hidden=hidden,
         num_experts=experts,
-        top_k=_integer(content, "top_k", name),
-        num_moe_layers=moe_layers,
-        expert_params=expert_params,
-        dense_params=_count(dense_shapes),
-        active_dense_params=_count(dense_shapes),
-        attention_width=layers * hidden,
-        expert_shapes=matrices if _count(matrices) == expert_params else (),
+        top_k=top_k,
+        num_moe_layers=layers,
+        expert_shapes=_ffn_matrices(hidden, ffn),
         dense_shapes=dense_shapes,
+        active_dense_params=num_params(dense_shapes),
     )
 
 
@@ -73,7 +61,7 @@ def _from_hugging_face(content: Mapping[str, Any], name: str) -> MoEModel:
         expert_shapes += ((expert_ffn,), (expert_ffn,), (hidden,))
     shared_ffn = _integer(content, "shared_expert_intermediate_size", name, 0)
     shared_ffn += _integer(content, "n_shared_experts", name, 0) * expert_ffn
-    attention, width, widths = _attention(content, hidden, name)
+    attention, widths = _attention(content, hidden, name)
     router: tuple[Shape, ...] = ((experts, hidden), (experts,)) if has_bias else ((experts, hidden),)
     shared = _ffn_matrices(hidden, shared_ffn) if shared_ffn else ()
     in_layers: list[Shape] = []
@@ -91,12 +79,9 @@ def _from_hugging_face(content: Mapping[str, Any], name: str) -> MoEModel:
         num_experts=experts,
         top_k=_first(content, TOP_K_KEYS, name),
         num_moe_layers=len(moe_layers),
-        expert_params=_count(expert_shapes),
-        dense_params=_count(dense_shapes),
-        active_dense_params=_count(in_layers) + hidden + _count(table),
-        attention_width=layers * width,
         expert_shapes=expert_shapes,
         dense_shapes=dense_shapes,
+        active_dense_params=num_params(in_layers) + hidden + num_params(table),
         stacks_experts=True,  # as in AutoEP
         known_widths=Widths(
             num_layers=layers,
@@ -107,10 +92,6 @@ def _from_hugging_face(content: Mapping[str, Any], name: str) -> MoEModel:
             vocabulary=vocabulary,
         ),
     )
-
-
-def _count(shapes: tuple[Shape, ...] | list[Shape]) -> int:
-    return sum(map(math.prod, shapes))
 
 
 def _ffn_matrices(hidden: int, ffn: int) -> tuple[Shape, ...]:
@@ -126,8 +107,8 @@ def _moe_layers(content: Mapping[str, Any], layers: int) -> set[int]:
     return {layer for layer in range(first, layers) if layer not in dense and (layer + 1) % step == 0}
 
 
-def _attention(content: Mapping[str, Any], hidden: int, name: str) -> tuple[tuple[Shape, ...], int, dict[str, int]]:
-    """(shapes of tensors, heads x head size, elements of a token as in `Widths`) of one layer's attention."""
+def _attention(content: Mapping[str, Any], hidden: int, name: str) -> tuple[tuple[Shape, ...], dict[str, int]]:
+    """(shapes of tensors, elements of a token as in `Widths`) of one layer's attention."""
     heads = _integer(content, "num_attention_heads", name)
     if "kv_lora_rank" in content:  # multi-head latent attention: low-rank queries, keys and values
         kv_rank, value_size = _integer(content, "kv_lora_rank", name), _integer(content, "v_head_dim", name)
@@ -139,18 +120,17 @@ def _attention(content: Mapping[str, Any], hidden: int, name: str) -> tuple[tupl
         norms = query_rank + kv_rank
         shapes: tuple[Shape, ...] = ((query_rank, hidden), (query, query_rank)) if query_rank else ((query, hidden),)
         shapes += ((kv_rank + rope_size, hidden), (heads * (nope_size + value_size), kv_rank), (hidden, value))
-        width = heads * (nope_size + rope_size + value_size) // 2
     else:
         head_size = _integer(content, "head_dim", name, hidden // heads)
-        width = query = out = heads * head_size
+        query = out = heads * head_size
         key = value = _integer(content, "num_key_value_heads", name, heads) * head_size
         shapes = (query, hidden), (key, hidden), (value, hidden), (hidden, out)
         if content.get("attention_bias"):
             shapes += tuple((rows,) for rows, _ in shapes)
         # Qwen3 normalises queries and keys.
-        norms = width + key if str(content.get("model_type", "")).startswith("qwen3") else 0
+        norms = query + key if str(content.get("model_type", "")).startswith("qwen3") else 0
     sizes = {"query": query, "key": key, "value": value, "attention_out": out}
-    return shapes, width, {**sizes, "num_heads": heads, "attention_norms": norms}
+    return shapes, {**sizes, "num_heads": heads, "attention_norms": norms}
 
 
 def _first(content: Mapping[str, Any], keys: tuple[str, ...], name: str) -> int:

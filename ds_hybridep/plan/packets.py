@@ -7,7 +7,7 @@
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 HEADER_BYTES = 16  # of a packet
 ALIGNMENT_BYTES = 16  # in a message, the packets of each part are padded to a multiple of this
@@ -27,14 +27,6 @@ def part_elements(part: Part) -> int:
     return math.prod(part)
 
 
-class Packets(Protocol):
-    """Packets that one codec makes of tensors."""
-
-    def message_bytes(self, parts: Iterable[Part]) -> float:
-        """Bytes of one message that holds these parts."""
-        ...
-
-
 @dataclass(frozen=True)
 class SizedPackets:
     """Packets whose size follows from the shape."""
@@ -47,6 +39,7 @@ class SizedPackets:
         return HEADER_BYTES + self.payload_bytes(rows, cols)
 
     def message_bytes(self, parts: Iterable[Part]) -> float:
+        """Bytes of one message that holds these parts."""
         return sum(round_up(number * self.packet_bytes(rows, cols), ALIGNMENT_BYTES) for number, rows, cols in parts)
 
 
@@ -101,11 +94,10 @@ class Patches:
     bits: float
 
     def message_bytes(self, parts: Iterable[Part]) -> float:
-        total = 0.0
-        for part in parts:
-            num_elements = part_elements(part)
-            total += PATCH_PREFIX_BYTES + num_elements * self.bits / 8
-        return total
+        return sum(PATCH_PREFIX_BYTES + part_elements(part) * self.bits / 8 for part in parts)
+
+
+Packets = SizedPackets | Patches  # that one codec makes of tensors
 
 
 def packets_of(settings: Mapping[str, Any]) -> SizedPackets:

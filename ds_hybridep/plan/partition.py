@@ -71,19 +71,12 @@ class Partition:
     def domain_size(self) -> int:
         return math.prod(self.domain_sizes)
 
-    @cached_property
-    def _group_index(self) -> dict[int, int]:
-        return {rank: index for index, rank in enumerate(self.group_ranks)}
-
     def position_of(self, rank: int) -> tuple[int, ...]:
         """Position of `rank` at each level.  Raises PlanError if the rank is not in the group."""
-        self._check_member(rank)
-        place = self.cluster.place_of(rank)
-        return tuple(own.index(coordinate) for own, coordinate in zip(self.coordinates, place, strict=True))
-
-    def rank_at_position(self, positions: Sequence[int]) -> int:
-        """Rank at `positions` inside the group's spans, the inverse of `position_of`."""
-        return self.cluster.rank_at([own[p] for own, p in zip(self.coordinates, positions, strict=True)])
+        pairs = list(zip(self.coordinates, self.cluster.place_of(rank), strict=True))
+        if any(coordinate not in own for own, coordinate in pairs):
+            raise PlanError(f"rank {rank} is not in the expert-parallel group of ranks {_listed(self.group_ranks)}")
+        return tuple(own.index(coordinate) for own, coordinate in pairs)
 
     def domain_of(self, rank: int) -> tuple[int, ...]:
         """Domain coordinate of `rank` at each level."""
@@ -131,30 +124,23 @@ class Partition:
             )
         return num_experts // num_ranks
 
-    def experts_of_rank(self, rank: int, num_experts: int) -> range:
-        """Global indices of the experts that `rank` owns: the block of its rank inside the group, as in DeepSpeed."""
-        self._check_member(rank)
-        experts_per_rank = self.experts_per_rank(num_experts)
-        first = self._group_index[rank] * experts_per_rank
-        return range(first, first + experts_per_rank)
-
     def domain_experts(self, domain_index: int, num_experts: int) -> tuple[int, ...]:
-        """[domain_size * e] experts of a domain in slot order: by offset index of the owner, then local index."""
-        owners = self._ranks_of_domain(domain_index)
-        return tuple(expert for owner in owners for expert in self.experts_of_rank(owner, num_experts))
+        """[domain_size * e] experts of a domain in slot order: by offset index of the owner, then local index.
+
+        The i-th rank of the group owns the i-th block of experts, as in DeepSpeed.
+        """
+        num_owned, owners = self.experts_per_rank(num_experts), self._ranks_of_domain(domain_index)
+        firsts = (self.group_ranks.index(owner) * num_owned for owner in owners)
+        return tuple(expert for first in firsts for expert in range(first, first + num_owned))
 
     def _rank_at(self, domain: Sequence[int], offset: Sequence[int]) -> int:
-        parts = zip(domain, self.domain_sizes, offset, strict=True)
-        return self.rank_at_position([coordinate * size + inside for coordinate, size, inside in parts])
+        parts = zip(self.coordinates, domain, self.domain_sizes, offset, strict=True)
+        return self.cluster.rank_at([own[at * size + inside] for own, at, size, inside in parts])
 
     def _ranks_of_domain(self, domain_index: int) -> tuple[int, ...]:
         domain = unflatten(domain_index, self.domain_counts)
         offsets = (unflatten(offset_index, self.domain_sizes) for offset_index in range(self.domain_size))
         return tuple(self._rank_at(domain, offset) for offset in offsets)
-
-    def _check_member(self, rank: int) -> None:
-        if rank not in self._group_index:
-            raise PlanError(f"rank {rank} is not in the expert-parallel group of ranks {_listed(self.group_ranks)}")
 
 
 def _grid_coordinates(cluster: Cluster, group_ranks: Sequence[int]) -> tuple[tuple[int, ...], ...]:

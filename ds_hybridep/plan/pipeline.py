@@ -21,7 +21,7 @@ from ds_hybridep.plan.activations import activations_of
 from ds_hybridep.plan.cluster import Cluster, known_or_assumed_bandwidths, latencies_of
 from ds_hybridep.plan.costs import experts_per_rank, ranks_below
 from ds_hybridep.plan.layout import Layout, Rates
-from ds_hybridep.plan.memory import Memory, state_bytes, working_bytes
+from ds_hybridep.plan.memory import Memory, state_bytes
 from ds_hybridep.plan.stream_model import StepPrediction
 from ds_hybridep.plan.workload import Workload
 
@@ -33,52 +33,42 @@ class Pipeline:
     """One step of a pipeline.
 
     bubble_s: idle seconds of the first stage.  border_bytes: bytes over one uplink in one direction.
-    memory: of the stage that needs most.  ahead: multiple of the forwards that 1F1B begins with.
+    memory: of the stage that needs most.
     """
 
     step_s: float
     bubble_s: float
     border_bytes: float
     memory: Memory
-    ahead: int
 
 
 def pipelines(
     cluster: Cluster, inside: Layout, workload: Workload, rates: Rates, whole: StepPrediction
 ) -> Iterator[Pipeline]:
-    """Yield the pipeline for each value of `ahead`.
+    """Yield the pipelines that begin with as many forwards as 1F1B, twice and three times as many.
 
     inside: layout of one child of level 0.  whole: step of that child alone, with all layers.
     """
     num_stages, layers = cluster.sizes[0], workload.model.num_moe_layers
     num_batches = num_stages * workload.micro_steps
     share = -(-layers // num_stages) / layers
-    forward_s, backward_s = (share * seconds for seconds in _passes_s(whole, workload, rates))
-    terms = whole.terms
-    end_s = share * (terms.dense_sync_s + terms.expert_sync_s + terms.optimizer_s) + rates.step_s
+    terms = whole.terms_s
+    # Of one micro-batch, forward and backward.
+    batch_s = terms["dense_s"] + terms["experts_s"] + terms["tokens_s"] + terms["host_s"] - rates.step_s
+    batch_s *= share / workload.micro_steps
+    end_s = share * (terms["dense_sync_s"] + terms["expert_sync_s"]) + rates.step_s
     border_bytes = ranks_below(cluster)[0] * workload.tokens_per_rank * workload.row_bytes  # of a micro-batch
     bandwidth = known_or_assumed_bandwidths(cluster)[0] / rates.wire_factor
     transfer_s, latency_s = border_bytes / bandwidth, latencies_of(cluster)[0]
     sent = num_batches * border_bytes * min(num_stages - 1, 2)
     for ahead in range(1, MOST_AHEAD + 1):
-        busy_s = schedule_s(num_stages, num_batches, ahead, forward_s + backward_s, transfer_s, latency_s)
+        busy_s = schedule_s(num_stages, num_batches, ahead, batch_s, transfer_s, latency_s)
         yield Pipeline(
             step_s=busy_s + end_s,
-            bubble_s=busy_s - num_batches * (forward_s + backward_s),
+            bubble_s=busy_s - num_batches * batch_s,
             border_bytes=sent,
             memory=_memory(cluster, inside, workload, ahead),
-            ahead=ahead,
         )
-
-
-def _passes_s(whole: StepPrediction, workload: Workload, rates: Rates) -> tuple[float, float]:
-    """Seconds of forward and backward of one micro-batch through all layers; the backward includes recomputation."""
-    terms, forwards = whole.terms, 2 if workload.is_checkpointed else 1
-    computing = (terms.dense_s + terms.experts_s + terms.host_s - rates.step_s) / workload.micro_steps
-    tokens = terms.tokens_s / workload.micro_steps
-    # A backward computes twice what a forward does, and exchanges as many rows.
-    forward_s = computing / (forwards + 2) + tokens / (forwards + 1)
-    return forward_s, computing + tokens - forward_s
 
 
 def schedule_s(
@@ -95,14 +85,9 @@ def schedule_s(
     back_s = num_stages * batch_s + 2 * (num_stages - 1) * (transfer_s + latency_s)
     # A stage in the middle sends activations on and gradients back over the same uplink.
     pace_s = max(batch_s, min(num_stages - 1, 2) * transfer_s)
-    in_flight = min(forwards_ahead(num_stages, 0, ahead) + 1, num_batches)
+    in_flight = min(ahead * (num_stages - 1) + 1, num_batches)
     rounds, rest = divmod(num_batches - 1, in_flight)
     return back_s + rounds * max(back_s, in_flight * pace_s) + rest * pace_s
-
-
-def forwards_ahead(num_stages: int, stage: int, ahead: int) -> int:
-    """Forwards that a stage runs before forwards and backwards alternate."""
-    return ahead * (num_stages - 1 - stage)
 
 
 def _memory(cluster: Cluster, inside: Layout, workload: Workload, ahead: int) -> Memory:
@@ -115,21 +100,22 @@ def _memory(cluster: Cluster, inside: Layout, workload: Workload, ahead: int) ->
     table = min(model.widths.vocabulary * model.hidden, model.dense_params // 2)  # the embedding, or the head
     dense = share * (model.dense_params - 2 * table) + (2 * table if num_stages == 1 else table)
     trained = workload.dense_train_params * dense / model.dense_params
-    found = []
-    for stage in {0, num_stages - 1}:
-        in_flight = min(forwards_ahead(num_stages, stage, ahead) + 1, num_stages * workload.micro_steps)
-        activations = activations_of(
-            workload, num_experts_held=owned, share=share, in_flight=in_flight, has_loss=stage == num_stages - 1
+    expert_bytes = state_bytes(
+        model.expert_params, workload.expert_travel_params, workload, num_ranks // inside.group_size
+    )
+    activations = (
+        activations_of(
+            workload,
+            num_experts_held=owned,
+            share=share,
+            in_flight=min(forwards + 1, num_stages * workload.micro_steps),
+            has_loss=stage == num_stages - 1,
         )
-        found.append(
-            Memory(
-                dense_bytes=state_bytes(dense, trained, workload, num_ranks),
-                owned_expert_bytes=experts
-                * state_bytes(
-                    model.expert_params, workload.expert_travel_params, workload, num_ranks // inside.group_size
-                ),
-                replica_bytes=0.0,
-                **working_bytes(activations),
-            )
-        )
-    return max(found, key=lambda memory: memory.total_bytes)
+        for stage, forwards in {0: ahead * (num_stages - 1), num_stages - 1: 0}.items()
+    )
+    return Memory(
+        dense_bytes=state_bytes(dense, trained, workload, num_ranks),
+        owned_expert_bytes=experts * expert_bytes,
+        replica_bytes=0.0,
+        activation_bytes=max(one.total_bytes for one in activations),
+    )

@@ -8,15 +8,13 @@ from typing import Any
 
 from ds_hybridep.errors import PlanError
 from ds_hybridep.plan.cluster import Cluster, divisors
-from ds_hybridep.plan.layout import ExpertGroup, Layout, LevelCodecs
+from ds_hybridep.plan.layout import EXACT, ExpertGroup, Layout
 from ds_hybridep.plan.memory import Memory
 from ds_hybridep.plan.question import Question
 from ds_hybridep.plan.rivals import Alternative, alternatives, lacking_note
-from ds_hybridep.plan.stream_model import TERM_WORDS as TERM_WORDS  # adaptive/ imports it from here
-from ds_hybridep.plan.stream_model import StepPrediction
+from ds_hybridep.plan.stream_model import StepPrediction, largest_difference
 
 PLAN_VERSION = 2
-EXACT = "exact"
 TIE = 0.01  # plans this close count as equal, as no model is more exact; of these, nothing lossy and least memory win
 
 
@@ -41,7 +39,7 @@ class Candidate:
         text = "[" + ",".join(map(str, self.layout.domain_sizes)) + "]"
         if self.layout.state == "host":
             text += " host state"
-        names = [codecs_label(codecs) for codecs in self.layout.codecs]
+        names = [codecs.label for codecs in self.layout.codecs]
         if any(name != EXACT for name in names):
             text += f" {'|'.join(names)}"
         return text + f" ep {self.group.ep_size}{' strided' if self.group.is_strided else ''}"
@@ -53,28 +51,31 @@ class Plan:
 
     cluster: Cluster
     best: Candidate
-    runner_up: Candidate | None
     others: tuple[Candidate, ...]
     alternatives: tuple[Alternative, ...]
 
     @property
+    def runner_up(self) -> Candidate | None:
+        """The fastest of the others; None if none of them fits."""
+        return next((one for one in self.others if not one.lacking_bytes), None)
+
+    @property
     def better(self) -> Alternative | None:
         """DeepSpeed's fastest way that fits and beats the best layout by more than a tie; None: use the plan."""
-        return self._fastest(way for way in self.alternatives if way.is_by_deepspeed and not way.lacking_bytes)
+        return self._fastest(way for way in self.alternatives if way.is_by_deepspeed)
 
     @property
     def better_elsewhere(self) -> Alternative | None:
         """The fastest way of another program that fits and beats the best layout by more than a tie."""
-        return self._fastest(way for way in self.alternatives if not way.is_provided and not way.lacking_bytes)
+        return self._fastest(way for way in self.alternatives if not way.is_provided)
 
     def _fastest(self, ways: Iterable[Alternative]) -> Alternative | None:
-        times = [(way.step_s, index, way) for index, way in enumerate(ways) if way.step_s is not None]
-        if not times or min(times)[0] >= self.best.step_s * (1 - TIE):
-            return None
-        return min(times)[2]
+        least_s = self.best.step_s * (1 - TIE)
+        faster = (way for way in ways if not way.lacking_bytes and way.step_s < least_s)
+        return min(faster, key=lambda way: way.step_s, default=None)
 
     def to_json(self) -> dict[str, Any]:
-        """JSON values; numbers have nine digits, so that machines that round differently agree."""
+        """JSON values."""
         return {
             "version": PLAN_VERSION,
             "levels": [{"name": level.name, "size": level.size} for level in self.cluster.levels],
@@ -104,9 +105,8 @@ def make_plan(question: Question) -> Plan:
     best = _simplest_of_the_fastest(fitting)
     others = [replace(one, reason=_why_lost(one, best)) for one in candidates if one is not best]
     others.sort(key=lambda one: (one.lacking_bytes > 0, one.step_s))
-    runner_up = next((one for one in others if not one.lacking_bytes), None)
-    best = replace(best, reason=_why_won(best, runner_up))
-    return Plan(question.cluster, best, runner_up, tuple(others), tuple(alternatives(question)))
+    plan = Plan(question.cluster, best, tuple(others), tuple(alternatives(question)))
+    return replace(plan, best=replace(best, reason=_why_won(best, plan.runner_up)))
 
 
 # ---- the search ----
@@ -141,7 +141,8 @@ def _price(question: Question, group: ExpertGroup, layout: Layout) -> Candidate:
 def _simplest_of_the_fastest(candidates: Sequence[Candidate]) -> Candidate:
     def costs(candidate: Candidate) -> tuple[bool, float, tuple[int, ...]]:
         layout = candidate.layout
-        return layout.loses_something, candidate.memory.total_bytes, layout.domain_sizes
+        loses_something = any(codecs.is_lossy for codecs in layout.codecs)
+        return loses_something, candidate.memory.total_bytes, layout.domain_sizes
 
     fastest_s = min(candidate.step_s for candidate in candidates)
     return min((one for one in candidates if one.step_s <= fastest_s * (1 + TIE)), key=costs)
@@ -153,8 +154,8 @@ def _why_lost(candidate: Candidate, best: Candidate) -> str:
     ratio = candidate.step_s / best.step_s
     if ratio <= 1 + TIE:
         return "as fast, but needs more memory or loses more"
-    seconds, term = _largest_difference(candidate, best)
-    return f"{ratio:.4g} times as long: {seconds:.3g} s more for {term}"
+    seconds, words = largest_difference(candidate.prediction, best.prediction)
+    return f"{ratio:.4g} times as long: {seconds:.3g} s more for {words}"
 
 
 def _why_won(best: Candidate, runner_up: Candidate | None) -> str:
@@ -163,25 +164,14 @@ def _why_won(best: Candidate, runner_up: Candidate | None) -> str:
     ratio = runner_up.step_s / best.step_s
     if ratio <= 1 + TIE:
         return f"as fast as {runner_up.label}, with less memory or loss"
-    seconds, term = _largest_difference(runner_up, best)
-    return f"{ratio:.4g} times as fast as {runner_up.label}: saves {seconds:.3g} s on {term}"
-
-
-def _largest_difference(slower: Candidate, faster: Candidate) -> tuple[float, str]:
-    more, less = slower.prediction.terms.as_dict(), faster.prediction.terms.as_dict()
-    term = max(more, key=lambda name: more[name] - less[name])
-    return more[term] - less[term], TERM_WORDS[term]
-
-
-def codecs_label(codecs: LevelCodecs) -> str:
-    """Label of the codecs of one level."""
-    return EXACT if codecs == LevelCodecs() else codecs.label
+    seconds, words = largest_difference(runner_up.prediction, best.prediction)
+    return f"{ratio:.4g} times as fast as {runner_up.label}: saves {seconds:.3g} s on {words}"
 
 
 def _candidate_json(candidate: Candidate) -> dict[str, Any]:
-    layout = candidate.layout
+    layout, memory, prediction = candidate.layout, candidate.memory, candidate.prediction
     return {
-        **({"state": "host", "host_bytes": rounded(candidate.memory.host_bytes)} if layout.state == "host" else {}),
+        **({"state": "host", "host_bytes": memory.host_bytes} if layout.state == "host" else {}),
         "ep_size": candidate.group.ep_size,
         "strided": candidate.group.is_strided,
         "domain_sizes": list(layout.domain_sizes),
@@ -190,13 +180,12 @@ def _candidate_json(candidate: Candidate) -> dict[str, Any]:
         "dense_weight_codecs": [codecs.dense_weight.name for codecs in layout.codecs],
         "dense_gradient_codecs": [codecs.dense_gradient.name for codecs in layout.codecs],
         "token_exchange": layout.exchange,
-        "step_s": rounded(candidate.step_s),
-        "terms_s": _rounded_values(candidate.prediction.terms.as_dict()),
-        "uplink_bytes": [_rounded_values(dict(kinds)) for kinds in candidate.prediction.uplink_bytes],
-        "waits": list(candidate.prediction.waits),
-        "memory_bytes": rounded(candidate.memory.total_bytes),
-        "activation_bytes": rounded(candidate.memory.activation_bytes),
-        "lacking_bytes": rounded(candidate.lacking_bytes),
+        "step_s": candidate.step_s,
+        "terms_s": prediction.terms_s,
+        "uplink_bytes": [dict(kinds) for kinds in prediction.uplink_bytes],
+        "memory_bytes": memory.total_bytes,
+        "activation_bytes": memory.activation_bytes,
+        "lacking_bytes": candidate.lacking_bytes,
         "reason": candidate.reason,
     }
 
@@ -204,19 +193,10 @@ def _candidate_json(candidate: Candidate) -> dict[str, Any]:
 def _alternative_json(way: Alternative) -> dict[str, Any]:
     return {
         "name": way.name,
-        "step_s": None if way.step_s is None else rounded(way.step_s),
-        "terms_s": None if way.prediction is None else _rounded_values(way.prediction.terms.as_dict()),
-        "memory_bytes": None if way.memory_bytes is None else rounded(way.memory_bytes),
-        "lacking_bytes": rounded(way.lacking_bytes),
+        "step_s": way.step_s,
+        "terms_s": None if way.prediction is None else way.prediction.terms_s,
+        "memory_bytes": way.memory_bytes,
+        "lacking_bytes": way.lacking_bytes,
         "provided": way.is_provided,
         "note": way.note,
     }
-
-
-def rounded(value: float) -> float:
-    """Round a number to nine digits, so that machines that round differently agree."""
-    return float(f"{value:.9g}")
-
-
-def _rounded_values(values: dict[Any, float]) -> dict[str, float]:
-    return {str(key): rounded(value) for key, value in values.items()}

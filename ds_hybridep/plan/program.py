@@ -40,18 +40,20 @@ class Peers:
 
     def count(self, layout: Layout, sizes: tuple[int, ...], level: int) -> int:
         """Number of a rank's peers whose places differ first at `level`; sizes: of the cluster's levels."""
-        numbers = [self._number_at(layout, sizes, other) for other in range(len(sizes))]
+        numbers = self.numbers(layout, sizes)
         return (numbers[level] - 1) * math.prod(numbers[level + 1 :])
 
-    def _number_at(self, layout: Layout, sizes: tuple[int, ...], level: int) -> int:
-        if level not in self.levels:
-            return 1
-        numbers = {
-            "group": sizes[level] // layout.spans[level],
-            "domain": layout.domain_counts[level],
-            "offset": layout.domain_sizes[level],
+    def numbers(self, layout: Layout, sizes: tuple[int, ...]) -> list[int]:
+        """By level, in how many places there a rank and its peers are."""
+        of_parts = {
+            "group": [size // span for size, span in zip(sizes, layout.spans, strict=True)],
+            "domain": layout.domain_counts,
+            "offset": layout.domain_sizes,
         }
-        return math.prod(numbers[part] for part in self.parts)
+        return [
+            math.prod(of_parts[part][level] for part in self.parts) if level in self.levels else 1
+            for level in range(len(sizes))
+        ]
 
 
 @dataclass(frozen=True, eq=False)
@@ -119,7 +121,7 @@ class Message:
 
     @cached_property
     def term(self) -> str:
-        """The cause of waiting for it, as in `stream_model.StepTerms`."""
+        """The cause of waiting for it, as in `stream_model.TERM_WORDS`."""
         return f"{self.kind}_s"
 
 
@@ -127,7 +129,7 @@ class Message:
 class Run:
     """Work of `seconds`.
 
-    term: cause, as in `stream_model.StepTerms`.
+    term: cause, as in `stream_model.TERM_WORDS`.
     is_computing: False for what the host does; the device is idle.
     grows_with_rows: under uneven routing, the work is in proportion to the rows that come to a rank.
     """

@@ -4,7 +4,7 @@
 from dataclasses import dataclass, replace
 
 from ds_hybridep.plan.cluster import Cluster
-from ds_hybridep.plan.layout import ExpertGroup, Layout, LevelCodecs
+from ds_hybridep.plan.layout import Layout, LevelCodecs
 from ds_hybridep.plan.memory import Memory, memory_of
 from ds_hybridep.plan.pipeline import pipelines
 from ds_hybridep.plan.question import Question, largest_group
@@ -18,10 +18,10 @@ class Alternative:
     """Another way to train the same model; without `layout`, it is a way of another program and is only priced."""
 
     name: str
-    step_s: float | None  # None if it is impossible here; `note` then says why
+    step_s: float
+    memory_bytes: float
     prediction: StepPrediction | None = None
     layout: Layout | None = None
-    memory_bytes: float | None = None
     lacking_bytes: float = 0.0  # memory that it needs beyond the available memory
     crossing_bytes: float | None = None  # over one uplink of level 0 in one direction; None: not known
     note: str = ""
@@ -55,8 +55,22 @@ def alternatives(question: Question) -> list[Alternative]:
         exact, _ = question.with_best_exchange(parallel)
         result.append(_provided(question, f"DeepSpeed, {name}", replace(parallel, is_padded=True)))
         result.append(_provided(question, f"{name}, exact", exact))
-    alone = _inside(question, inside)
-    return [*result, _pipeline(question, alone), _local_sgd(question, inside, alone)]
+    # One child of level 0 alone, with all layers, the de-duplicated exchange and exact sums level by level.
+    alone = Cluster(cluster.levels[1:] or (replace(cluster.levels[0], size=1),))
+    layout = without_domains(inside.spans(cluster)[-len(alone.levels) :])
+    whole = predict(alone, layout, question.workload, question.rates, question.sync)
+    stages, workload = cluster.sizes[0], question.workload
+    if workload.model.num_moe_layers >= stages:  # the fastest pipeline, if possible one that fits
+        found = pipelines(cluster, layout, workload, question.rates, whole)
+        best = min(found, key=lambda one: (question.lacking_bytes(one.memory) > 0, one.step_s))
+        name = f"pipeline stages across each {cluster.levels[0].name}, EP inside"
+        shape = f"{stages * workload.micro_steps} micro-batches, bubble {best.bubble_s:.3g} s"
+        result.append(_elsewhere(question, name, best.step_s, best.memory, shape, best.border_bytes))
+    # Local SGD: each child trains by itself, and parameters are averaged every `LOCAL_STEPS` steps.
+    terms = question.predict(without_domains(inside.spans(cluster))).terms_s
+    local_s = whole.step_s + (terms["dense_sync_s"] + terms["expert_sync_s"]) / LOCAL_STEPS
+    memory, name = memory_of(alone, layout, workload), f"local SGD, averaged every {LOCAL_STEPS} steps"
+    return [*result, _elsewhere(question, name, local_s, memory, "not the same training: loss may differ")]
 
 
 def without_domains(spans: tuple[int, ...]) -> Layout:
@@ -82,46 +96,6 @@ def _provided(question: Question, name: str, layout: Layout) -> Alternative:
 def lacking_note(num_bytes: float) -> str:
     """Note for a layout that does not fit."""
     return f"needs {num_bytes / 1e9:.1f} GB more memory than there is"
-
-
-@dataclass(frozen=True)
-class _Inside:
-    """One child of level 0 alone, with all layers, the de-duplicated exchange and exact sums level by level."""
-
-    cluster: Cluster
-    layout: Layout
-    prediction: StepPrediction
-
-
-def _inside(question: Question, group: ExpertGroup) -> _Inside:
-    levels = question.cluster.levels[1:] or (replace(question.cluster.levels[0], size=1),)
-    cluster = Cluster(levels)
-    layout = without_domains(group.spans(question.cluster)[-len(levels) :])
-    return _Inside(cluster, layout, predict(cluster, layout, question.workload, question.rates, question.sync))
-
-
-def _pipeline(question: Question, inside: _Inside) -> Alternative:
-    """Stages across level 0, each with a share of the layers and EP inside: the fastest, if possible one that fits."""
-    name = f"pipeline stages across each {question.cluster.levels[0].name}, EP inside"
-    stages, workload = question.cluster.sizes[0], question.workload
-    if workload.model.num_moe_layers < stages:
-        return Alternative(name=name, step_s=None, note=f"fewer than {stages} layers")
-    found = pipelines(question.cluster, inside.layout, workload, question.rates, inside.prediction)
-    best = min(found, key=lambda one: (question.lacking_bytes(one.memory) > 0, one.step_s, one.ahead))
-    shape = f"{stages * workload.micro_steps} micro-batches, bubble {best.bubble_s:.3g} s"
-    return _elsewhere(question, name, best.step_s, best.memory, shape, best.border_bytes)
-
-
-def _local_sgd(question: Question, group: ExpertGroup, inside: _Inside) -> Alternative:
-    """Each child of level 0 trains by itself; parameters are averaged every `LOCAL_STEPS` steps."""
-    terms = question.predict(without_domains(group.spans(question.cluster))).terms
-    return _elsewhere(
-        question,
-        f"local SGD, averaged every {LOCAL_STEPS} steps",
-        inside.prediction.step_s + (terms.dense_sync_s + terms.expert_sync_s) / LOCAL_STEPS,
-        memory_of(inside.cluster, inside.layout, question.workload),
-        "not the same training: loss may differ",
-    )
 
 
 def _elsewhere(

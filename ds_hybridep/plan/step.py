@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The program of one training step of a plan, in the steady state.
 
-gathers, weights leave -> A x (forward: layer by layer, backward: layer by layer) -> sums -> optimizer
+gathers, weights leave -> A x (forward: layer by layer, backward: layer by layer) -> sums
 
 layer, forward    before the experts | dispatch | wait for replicas | experts | combine
 layer, backward   output gradients | experts | input gradients | replicas' gradients leave | all else
@@ -30,8 +30,6 @@ from ds_hybridep.plan.synchronisation import Synchronisation
 from ds_hybridep.plan.token_route import chance_needed
 from ds_hybridep.plan.workload import COUNT_BYTES, Workload
 
-# Bytes that an optimizer step reads and writes per trained parameter: gradient, master, two moments, 2-byte parameter.
-OPTIMIZER_TRAFFIC_BYTES = 30
 FIND: dict[Kind, Callable[[Cluster, Layout, Workload], Held]] = {
     "dense_sync": dense_parameters,
     "expert_sync": shared_experts,
@@ -71,7 +69,7 @@ class _Step:
         workload, layout = self.workload, self.layout
         layers = tuple(range(workload.model.num_moe_layers))
         dense, experts = (
-            Synchronisation(kind, find(self.cluster, layout, workload), self.cluster, layout, self.rates, self.sync)
+            Synchronisation(kind, find(self.cluster, layout, workload), self.cluster, layout, self.sync)
             for kind, find in FIND.items()
         )
         start_experts, finish_experts = experts.gather_parameters()
@@ -94,7 +92,6 @@ class _Step:
             Repeat(tuple(range(1, workload.micro_steps)), between),
             *self._last_backward(layers, backward, gradients),
             *(*dense.sums(is_last=True), *experts.sums(is_last=True)),
-            Run("optimizer_s", "optimizer", self._optimizer_bytes() / self.rates.memory_bytes_per_s),
             Run("host_s", "step", self.rates.step_s, is_computing=False),
         )
 
@@ -223,7 +220,7 @@ class _Step:
         if not message.stages:
             return ()
         seconds = self._coding_s(way, "encode_bytes_per_s")
-        seconds += host_traffic_s(self.layout, self.workload, self.rates, way)
+        seconds += host_traffic_s(self.layout, self.workload, way)
         packet = Run("host_s", "packet", self.rates.packet_s, is_computing=False)
         return _without_pauses(Run("codec_s", f"encode {way}", seconds), packet, Post(message))
 
@@ -246,15 +243,6 @@ class _Step:
         else:
             times = [(replicas_over(layout, level), one.weight) for level, one in codecs.items()]
         return math.fsum(count * own_bytes / getattr(codec, rate) for count, codec in times)
-
-    def _optimizer_bytes(self) -> float:
-        """Traffic of a pass over the optimizer's state, which ranks with the same parameters share from ZeRO 1 on."""
-        workload, num_ranks = self.workload, self.cluster.num_ranks
-        is_shared = workload.zero_stage >= 1
-        owned = workload.model.num_moe_layers * experts_per_rank(self.layout, workload) * workload.expert_travel_params
-        num_params = workload.dense_train_params / (num_ranks if is_shared else 1)
-        num_params += owned / (num_ranks // self.layout.group_size if is_shared else 1)
-        return num_params * OPTIMIZER_TRAFFIC_BYTES
 
 
 def _without_pauses(*steps: Instruction) -> Program:

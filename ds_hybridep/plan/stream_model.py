@@ -11,7 +11,7 @@ Sources: paper (5), (7) for the overlap of one layer; docs/planning.md, "How a s
 import math
 from collections import defaultdict, deque
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass
 
 from ds_hybridep.plan.cluster import Cluster, known_or_assumed_bandwidths
 from ds_hybridep.plan.layout import Layout, Rates, SyncModel
@@ -19,53 +19,40 @@ from ds_hybridep.plan.program import KINDS, Kind, Message, Post, Program, Run, S
 from ds_hybridep.plan.step import step_program
 from ds_hybridep.plan.workload import Workload
 
-
-def _term(words: str) -> float:
-    return field(default=0.0, metadata={"words": words})
-
-
-@dataclass(frozen=True, kw_only=True)
-class StepTerms:
-    """Seconds of a step by cause; they add up to the step."""
-
-    dense_s: float = _term("computation outside the experts")
-    experts_s: float = _term("expert computation")
-    codec_s: float = _term("encoding, decoding and state on the host")
-    tokens_s: float = _term("token exchange")
-    expert_weights_s: float = _term("waiting for expert weights")
-    expert_gradients_s: float = _term("waiting for expert gradients")
-    dense_sync_s: float = _term("synchronising dense parameters")
-    expert_sync_s: float = _term("synchronising experts that several groups hold")
-    host_s: float = _term("calls and messages")
-    optimizer_s: float = _term("the optimizer")
-
-    @property
-    def total_s(self) -> float:
-        return math.fsum(self.as_dict().values())
-
-    def as_dict(self) -> dict[str, float]:
-        return {item.name: getattr(self, item.name) for item in fields(self)}
-
-
-TERM_WORDS: dict[str, str] = {item.name: item.metadata["words"] for item in fields(StepTerms)}
+TERM_WORDS = {  # causes of the seconds of a step, which add up to the step
+    "dense_s": "computation outside the experts",
+    "experts_s": "expert computation",
+    "codec_s": "encoding, decoding and state on the host",
+    "tokens_s": "token exchange",
+    "expert_weights_s": "waiting for expert weights",
+    "expert_gradients_s": "waiting for expert gradients",
+    "dense_sync_s": "synchronising dense parameters",
+    "expert_sync_s": "synchronising experts that several groups hold",
+    "host_s": "calls and messages",
+}
 
 
 @dataclass(frozen=True)
 class StepPrediction:
-    """One step: seconds by term; for each level, payload bytes by kind over one child's uplink in one direction, and
-    how often a rank waits in a row for something that crosses the level."""
+    """One step: seconds by term; for each level, payload bytes by kind over one child's uplink in one direction."""
 
-    terms: StepTerms
+    terms_s: Mapping[str, float]
     uplink_bytes: tuple[Mapping[Kind, float], ...]
-    waits: tuple[int, ...] = ()
 
     @property
     def step_s(self) -> float:
-        return self.terms.total_s
+        return math.fsum(self.terms_s.values())
 
     def level_bytes(self, level: int) -> float:
         """Bytes of all kinds over one uplink of `level`."""
         return math.fsum(self.uplink_bytes[level].values())
+
+
+def largest_difference(slower: StepPrediction, faster: StepPrediction) -> tuple[float, str]:
+    """The most seconds that one step has more of one term than the other step, and the words for this term."""
+    more, less = slower.terms_s, faster.terms_s
+    term = max(more, key=lambda name: more[name] - less[name])
+    return more[term] - less[term], TERM_WORDS[term]
 
 
 def predict(
@@ -93,8 +80,7 @@ def predict(
             for stage in message.stages:
                 for level in stage.levels:
                     uplink_bytes[level][message.kind] += count * stage.uplink_bytes[level]
-    waits = tuple(int(clock.totals[level]) for level in range(len(bandwidths)))
-    return StepPrediction(StepTerms(**seconds), uplink_bytes, waits)
+    return StepPrediction(seconds, uplink_bytes)
 
 
 _Key = tuple[Message, int]  # a message with its number
@@ -111,15 +97,15 @@ class _Clock:
     """The time of one rank and its links, from the start of a program.
 
     hides: False: the rank waits for each message as soon as it has posted it.
-    totals: seconds by term, waits in a row by level, number of times by message.
+    totals: seconds by term, number of times by message.
     """
 
     def __init__(self, bandwidths: list[float], *, hides: bool = True) -> None:
         self.now_s = 0.0
-        self.totals: defaultdict[str | int | Message, float] = defaultdict(float)
+        self.totals: defaultdict[str | Message, float] = defaultdict(float)
         self._links = [_Link(bandwidth) for bandwidth in bandwidths]
         self._hides = hides
-        self._posted: dict[_Key, tuple[_Route, list[float]]] = {}  # not waited for yet: waits before, along the route
+        self._posted: dict[_Key, _Route] = {}  # not waited for yet
         self._routes: dict[Message, _Route] = {}
 
     def run(self, program: Program, number: int = 0) -> None:
@@ -151,22 +137,16 @@ class _Clock:
         self.totals[term] += seconds
 
     def _post(self, message: Message, number: int) -> None:
-        route, is_urgent, before = self._route_of(message), message.is_urgent, []
+        self._posted[message, number] = route = self._route_of(message)
         self.totals[message] += 1
         for level, num_bytes, _ in route:
-            before.append(self.totals[level])
-            self._links[level].post((message, number), num_bytes, self.now_s, is_urgent=is_urgent)
-        self._posted[message, number] = route, before
-        if not self._hides and not is_urgent:
+            self._links[level].post((message, number), num_bytes, self.now_s, is_urgent=message.is_urgent)
+        if not self._hides and not message.is_urgent:
             self._wait(message, number)
 
     def _wait(self, message: Message, number: int) -> None:
-        posted = self._posted.pop((message, number), None)
-        if posted is None:  # waited for already
-            return
         arrival_s = self.now_s
-        for (level, _, after_s), before in zip(*posted, strict=True):
-            self.totals[level] += self.totals[level] == before  # one wait may be for several messages
+        for level, _, after_s in self._posted.pop((message, number), ()):  # none where it was waited for already
             arrival_s = max(arrival_s, self._links[level].left_s((message, number)) + after_s)
         self._spend(arrival_s - self.now_s, message.term)
 

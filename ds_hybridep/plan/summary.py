@@ -5,8 +5,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from ds_hybridep.plan.cluster import Level, known_or_assumed_bandwidths
+from ds_hybridep.plan.layout import EXACT
 from ds_hybridep.plan.memory import Memory
-from ds_hybridep.plan.planner import EXACT, Candidate, Plan, codecs_label
+from ds_hybridep.plan.planner import Candidate, Plan
 from ds_hybridep.plan.question import Question
 from ds_hybridep.plan.rivals import Alternative
 
@@ -56,10 +57,9 @@ def verdict(question: Question, plan: Plan) -> list[str]:
     """One or more sentences: use it, use it without domains, or do not use it, and why."""
     best, better = plan.best, plan.better
     if better is not None:
-        ratio = best.step_s / (better.step_s or best.step_s)
         lines = [
             f"Do not use it: {better.name} takes {_seconds(better.step_s)}, this program's best plan "
-            f"{_seconds(best.step_s)} ({ratio:.2f} times as long)."
+            f"{_seconds(best.step_s)} ({best.step_s / better.step_s:.2f} times as long)."
         ]
     elif best.layout.domain_size == 1:
         lines = [
@@ -72,10 +72,9 @@ def verdict(question: Question, plan: Plan) -> list[str]:
         lines = [f"Use domain sizes {sizes}{encoded}: {_seconds(best.step_s)}, {best.reason}."]
     elsewhere = plan.better_elsewhere
     if elsewhere is not None:
-        ratio = best.step_s / (elsewhere.step_s or best.step_s)
         lines.append(
             f"Do not use it where you can have this: {elsewhere.name}, {_seconds(elsewhere.step_s)}, "
-            f"{ratio:.3g} times as fast ({elsewhere.note})."
+            f"{best.step_s / elsewhere.step_s:.3g} times as fast ({elsewhere.note})."
         )
     return lines if better is not None else lines + _advice_on_groups(question, plan)
 
@@ -83,7 +82,7 @@ def verdict(question: Question, plan: Plan) -> list[str]:
 def _encoded_over(plan: Plan) -> str:
     """Words for the levels over which the best plan encodes."""
     pairs = zip(plan.cluster.levels, plan.best.layout.codecs, strict=True)
-    names = [level.name for level, codecs in pairs if codecs_label(codecs) != EXACT]
+    names = [level.name for level, codecs in pairs if codecs.label != EXACT]
     return f", encoded over {' and '.join(names)}" if names else ""
 
 
@@ -114,7 +113,7 @@ def _advice_on_groups(question: Question, plan: Plan) -> list[str]:
 
 def describe(question: Question, plan: Plan) -> str:
     """The whole answer as text."""
-    terms = plan.best.prediction.terms.as_dict()
+    terms = plan.best.prediction.terms_s
     shown = [f"{name.removesuffix('_s')} {seconds:.4g}" for name, seconds in terms.items() if seconds > 0]
     sections = [
         _describe_question(question),
@@ -160,8 +159,8 @@ def _describe_question(question: Question) -> str:
         details.append("activation checkpointing")
     if workload.has_fused_loss:
         details.append("a fused loss")
-    if workload.trainable_expert_params is not None:
-        details.append(f"{workload.trainable_expert_params} trained parameters per expert")
+    if workload.trainable_expert_shapes is not None:
+        details.append(f"{workload.expert_travel_params} trained parameters per expert")
     sizes = (
         f"{model.name}: {model.num_params / GIGA:.1f} B parameters; {model.num_moe_layers} MoE layers of "
         f"{model.num_experts} experts of {model.expert_params * workload.param_bytes / 1e6:.1f} MB, top-{model.top_k}"
@@ -196,10 +195,8 @@ def _candidate_row(candidate: Candidate, mark: str) -> tuple[str, ...]:
 
 
 def _alternative_row(way: Alternative) -> tuple[str, ...]:
-    step = "-" if way.step_s is None else f"{way.step_s:.4g}"
-    memory = "" if way.memory_bytes is None else f"{way.memory_bytes / GIGA:.1f}"
     crossing = "" if way.crossing_bytes is None else f"{way.crossing_bytes / GIGA:.4g}"
-    return ("", way.name, step, crossing, memory, way.note)
+    return ("", way.name, f"{way.step_s:.4g}", crossing, f"{way.memory_bytes / GIGA:.1f}", way.note)
 
 
 def aligned(rows: Sequence[Sequence[str]], left: Sequence[int] = (0,)) -> str:
@@ -214,8 +211,8 @@ def aligned(rows: Sequence[Sequence[str]], left: Sequence[int] = (0,)) -> str:
     )
 
 
-def _seconds(value: float | None) -> str:
-    return "-" if value is None else f"{value:.4g} s a step"
+def _seconds(value: float) -> str:
+    return f"{value:.4g} s a step"
 
 
 def _gbps(bytes_per_s: float) -> str:

@@ -5,8 +5,9 @@ import math
 from dataclasses import dataclass
 
 from ds_hybridep.plan.cluster import Cluster, latencies_of
+from ds_hybridep.plan.costs import HOST_BYTES_PER_S
 from ds_hybridep.plan.held import Held
-from ds_hybridep.plan.layout import IDENTITY, Layout, Rates, SyncModel
+from ds_hybridep.plan.layout import IDENTITY, Layout, SyncModel
 from ds_hybridep.plan.program import Instruction, Kind, Message, Peers, PlacePart, Post, Program, Run, Stage, Wait
 
 ALL_REDUCE_PASSES = 2.0  # of a ring
@@ -21,7 +22,6 @@ class Synchronisation:
     held: Held
     cluster: Cluster
     layout: Layout
-    rates: Rates
     sync: SyncModel
 
     @property
@@ -40,7 +40,7 @@ class Synchronisation:
         held, name, program = self.held, self._name, list[Instruction]()
         zero_stage = held.workload.zero_stage
         if is_last and self.layout.state == "host":
-            seconds = 2 * held.residual_bytes / self.rates.host_bytes_per_s
+            seconds = 2 * held.residual_bytes / HOST_BYTES_PER_S
             program.append(Run("codec_s", f"state of {name}", seconds))
         whole = held.slot_bytes(IDENTITY)
         repeated = () if held.repeated_level is None else (held.repeated_level,)

@@ -8,7 +8,6 @@ from itertools import accumulate
 from operator import mul
 from typing import Literal, get_args
 
-from ds_hybridep.errors import PlanError
 from ds_hybridep.plan.cluster import Cluster, known_or_assumed_bandwidths, latencies_of
 from ds_hybridep.plan.partition import Partition
 
@@ -87,15 +86,13 @@ def expected_rows(
 
 
 def choose_exchange(
-    partition: Partition, cluster: Cluster, num_experts: int, top_k: int, row_bytes: float, num_tokens: int
+    partition: Partition, *, num_experts: int, top_k: int, row_bytes: float, num_tokens: int
 ) -> TokenExchange:
     """The exchange with fewer seconds for one dispatch of rows of `row_bytes`; direct if both are equally fast."""
-    if cluster.sizes != partition.cluster.sizes:
-        raise PlanError(f"the partition was made for the levels {partition.cluster}, but the links are of {cluster}")
     seconds = {}
     for exchange in get_args(TokenExchange):
         rows = expected_rows(partition.domain_counts, num_experts, top_k, num_tokens, exchange)
-        seconds[exchange] = _dispatch_s(cluster, [num_rows * row_bytes for num_rows in rows], exchange)
+        seconds[exchange] = _dispatch_s(partition.cluster, [num_rows * row_bytes for num_rows in rows], exchange)
     return "hierarchical" if seconds["hierarchical"] < seconds["direct"] else "direct"
 
 

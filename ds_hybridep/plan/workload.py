@@ -2,7 +2,9 @@
 """Bytes, parameters and FLOPs of one training step of a Mixture-of-Experts model, per layer and rank."""
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cached_property
 
 from ds_hybridep.errors import PlanError
 from ds_hybridep.plan.slots import Shape
@@ -44,11 +46,10 @@ class Widths:
 class MoEModel:
     """Sizes of a model.
 
-    expert_params: parameters of one routed expert.
-    dense_params: all others, on every rank: attention, norms, routers, shared experts, dense layers, embeddings.
+    expert_shapes: shapes of the tensors of one routed expert; a vector, where only their number is known.
+    dense_shapes: of all others, on every rank, in the model's order: attention, norms, routers, shared experts, dense
+        layers, embeddings.
     active_dense_params: dense parameters by which every token is multiplied (a table for look-ups does not count).
-    attention_width: heads x head size, summed over layers; attention scores cost FLOPs in proportion to it.
-    expert_shapes, dense_shapes: shapes of the tensors of these parameters, in the model's order; empty: one vector.
     stacks_experts: True if one parameter holds the same tensor of all experts of a rank.
     known_widths: None: `widths` guesses them from the other fields.
     """
@@ -58,12 +59,9 @@ class MoEModel:
     num_experts: int
     top_k: int
     num_moe_layers: int
-    expert_params: int
-    dense_params: int
+    expert_shapes: tuple[Shape, ...]
+    dense_shapes: tuple[Shape, ...]
     active_dense_params: int
-    attention_width: int = 0
-    expert_shapes: tuple[Shape, ...] = ()
-    dense_shapes: tuple[Shape, ...] = ()
     stacks_experts: bool = False
     known_widths: Widths | None = None
 
@@ -75,19 +73,26 @@ class MoEModel:
             raise PlanError(
                 f"model {self.name!r}: top_k is {self.top_k}, but there are only {self.num_experts} experts"
             )
-        _check_shapes("expert_shapes", self.expert_shapes, self.expert_params)
-        _check_shapes("dense_shapes", self.dense_shapes, self.dense_params)
+
+    @cached_property
+    def expert_params(self) -> int:
+        """Parameters of one routed expert."""
+        return num_params(self.expert_shapes)
+
+    @cached_property
+    def dense_params(self) -> int:
+        """Parameters that every rank has."""
+        return num_params(self.dense_shapes)
 
     @property
     def widths(self) -> Widths:
-        """The known widths; else a guess: `attention_width` for each layer, experts of three matrices, and no head."""
-        width = self.attention_width // self.num_moe_layers or self.hidden
+        """The known widths; else a guess: an attention of the hidden width, experts of three matrices, and no head."""
         return self.known_widths or Widths(
             num_layers=self.num_moe_layers,
-            query=width,
-            key=width,
-            value=width,
-            attention_out=width,
+            query=self.hidden,
+            key=self.hidden,
+            value=self.hidden,
+            attention_out=self.hidden,
             num_heads=0,
             expert_ffn=-(-self.expert_params // (3 * self.hidden)),
         )
@@ -102,13 +107,13 @@ class MoEModel:
 class Workload:
     """One training step of a model, as one rank sees it.
 
-    tokens_per_rank: tokens of a micro-step.  seq_len: tokens of a sequence; 0: FLOPs leave out attention scores.
+    tokens_per_rank: tokens of a micro-step.
     param_bytes: bytes of a parameter, of its gradient, and of an element of a token row.
     is_checkpointed: the backward recomputes activations and repeats the layers' exchanges.
     capacity_factor: capacity factor of DeepSpeed's gate, which pads its all-to-alls to the capacity.
     row_scale: measured rows over the rows of even routing, such as 0.9 if tokens prefer experts close by.
-    trainable_expert_params: trained parameters of each expert; None: all. Adapters train few, and only those travel.
-    trainable_expert_shapes, trainable_dense_shapes: shapes of the trained tensors; empty: one vector.
+    trainable_expert_shapes, trainable_dense_shapes: shapes of the trained tensors of one expert, and of those that all
+        ranks hold; None: all are trained. Adapters train few, and only those travel.
     learning_rate: learning rate of AdamW, on which the size of patches of 16-bit weights depends.
     has_fused_loss: the loss is computed in pieces, so the logits of all tokens are never in memory together.
     """
@@ -119,55 +124,41 @@ class Workload:
     param_bytes: int = 2
     zero_stage: int = 1
     is_checkpointed: bool = False
-    seq_len: int = 0
     capacity_factor: float = 1.0
     row_scale: float = 1.0
-    trainable_expert_params: int | None = None
-    trainable_dense_params: int | None = None
-    trainable_expert_shapes: tuple[Shape, ...] = ()
-    trainable_dense_shapes: tuple[Shape, ...] = ()
+    trainable_expert_shapes: tuple[Shape, ...] | None = None
+    trainable_dense_shapes: tuple[Shape, ...] | None = None
     learning_rate: float = 1e-5
     has_fused_loss: bool = False
 
     def __post_init__(self) -> None:
-        for field, least in (("tokens_per_rank", 1), ("micro_steps", 1), ("param_bytes", 1), ("seq_len", 0)):
-            if getattr(self, field) < least:
-                raise PlanError(f"{field} is {getattr(self, field)}, but must be at least {least}")
         if self.zero_stage not in (0, 1, 2):
             raise PlanError(f"zero_stage is {self.zero_stage}, but plans are made for stages 0, 1 and 2")
-        for field in ("capacity_factor", "row_scale"):
-            value = getattr(self, field)
-            if not (math.isfinite(value) and value >= 0):
-                raise PlanError(f"{field} is {value}, but must be a finite number >= 0")
-        _check_shapes("trainable_expert_shapes", self.trainable_expert_shapes, self.expert_travel_params)
-        _check_shapes("trainable_dense_shapes", self.trainable_dense_shapes, self.dense_train_params)
 
-    @property
+    @cached_property
     def expert_travel_params(self) -> int:
         """Number of parameters of one expert that travel after each step, and whose gradients return."""
-        return self.model.expert_params if self.trainable_expert_params is None else self.trainable_expert_params
+        return num_params(self.expert_tensors)
 
     @property
     def expert_travel_bytes(self) -> int:
         """Bytes of one expert's weights, or of its gradients, uncompressed: both travel in the parameter's type."""
         return self.expert_travel_params * self.param_bytes
 
-    @property
+    @cached_property
     def dense_train_params(self) -> int:
         """Number of dense parameters whose gradients are summed over all ranks."""
-        return self.model.dense_params if self.trainable_dense_params is None else self.trainable_dense_params
+        return num_params(self.dense_tensors)
 
     @property
     def expert_tensors(self) -> tuple[Shape, ...]:
         """Shapes of one expert's tensors that travel."""
-        shapes = self.trainable_expert_shapes if self.trainable_expert_params is not None else self.model.expert_shapes
-        return shapes or _one_vector(self.expert_travel_params)
+        return self.model.expert_shapes if self.trainable_expert_shapes is None else self.trainable_expert_shapes
 
     @property
     def dense_tensors(self) -> tuple[Shape, ...]:
         """Shapes of the dense tensors that are trained, in the model's order."""
-        shapes = self.trainable_dense_shapes if self.trainable_dense_params is not None else self.model.dense_shapes
-        return shapes or _one_vector(self.dense_train_params)
+        return self.model.dense_shapes if self.trainable_dense_shapes is None else self.trainable_dense_shapes
 
     def owned_tensors(self, num_owned: int) -> tuple[Shape, ...]:
         """Shapes of the trained tensors of `num_owned` experts in each layer, in the model's order."""
@@ -201,11 +192,9 @@ class Workload:
 
     @property
     def pre_expert_flops(self) -> float:
-        """Forward FLOPs of all but the routed experts, divided evenly among the MoE layers."""
-        # Causal attention scores and their products with values take 2 x seq_len x width FLOPs.
+        """Forward FLOPs of all but the routed experts and attention scores, divided evenly among the MoE layers."""
         # Source: paper (1), (2), with PE = (m+1) attention + m FFN.
-        per_token = 2.0 * self.model.active_dense_params + 2.0 * self.seq_len * self.model.attention_width
-        return self.tokens_per_rank * per_token / self.model.num_moe_layers
+        return self.tokens_per_rank * 2.0 * self.model.active_dense_params / self.model.num_moe_layers
 
     @property
     def expert_rows(self) -> int:
@@ -218,11 +207,6 @@ class Workload:
         return 2.0 * self.model.expert_params
 
 
-def _check_shapes(name: str, shapes: tuple[Shape, ...], num_params: int) -> None:
-    found = sum(map(math.prod, shapes))
-    if shapes and found != num_params:
-        raise PlanError(f"{name} have {found} elements, but the parameters that they are, are {num_params}")
-
-
-def _one_vector(num_params: int) -> tuple[Shape, ...]:
-    return ((num_params,),) if num_params else ()
+def num_params(shapes: Iterable[Shape]) -> int:
+    """Elements of tensors of these shapes."""
+    return sum(map(math.prod, shapes))

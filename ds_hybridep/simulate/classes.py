@@ -58,7 +58,6 @@ def merge_ranks(
     patterns: Mapping[Peers, Ints],
     attributes: Sequence[Floats],
     *,
-    is_reduced: bool = True,
     max_classes: int | None = None,
 ) -> RankClasses | None:
     """The coarsest equitable partition; None if it has more than `max_classes` classes.
@@ -67,7 +66,6 @@ def merge_ranks(
         cluster: the tree of ranks.
         patterns: by `Peers`, [num_ranks] a number for each rank: all ranks with the same number talk to each other.
         attributes: [num_ranks] each; ranks of one class agree in all of them.
-        is_reduced: False: every rank is a class of its own, for the full simulation.
         max_classes: largest number of classes; None: not limited.
     """
     depths = range(len(cluster.sizes) + 1)
@@ -79,20 +77,17 @@ def merge_ranks(
         name: [_ids(np.stack([group, nodes[depth]], axis=1)) for depth in depths]
         for name, group in {everybody: everywhere, **patterns}.items()
     }
-    class_of = np.arange(cluster.num_ranks, dtype=np.int64)
-    if is_reduced:
-        class_of = _ids(np.stack([everywhere.astype(np.float64), *attributes], axis=1))
-        while True:
-            columns = [class_of]
-            for cell_of in (cell for by_depth in cells.values() for cell in by_depth):
-                columns.append(_ids(_histograms(cell_of, class_of))[cell_of])
-            finer = _ids(np.stack(columns, axis=1))
-            if max_classes is not None and finer.max() >= max_classes:
-                return None
-            if finer.max() == class_of.max():
-                break
-            class_of = finer
-    return _describe(cluster, class_of, cells)
+    class_of = _ids(np.stack([everywhere.astype(np.float64), *attributes], axis=1))
+    while True:
+        columns = [class_of]
+        for cell_of in (cell for by_depth in cells.values() for cell in by_depth):
+            columns.append(_ids(_histograms(cell_of, class_of))[cell_of])
+        finer = _ids(np.stack(columns, axis=1))
+        if max_classes is not None and finer.max() >= max_classes:
+            return None
+        if finer.max() == class_of.max():
+            return _describe(cluster, class_of, cells)
+        class_of = finer
 
 
 def _describe(cluster: Cluster, class_of: Ints, cells: Mapping[Peers, Sequence[Ints]]) -> RankClasses:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Simulations of several plans side by side: as a table, JSON, or a trace for Perfetto."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -9,11 +9,12 @@ from rich.console import Console
 from rich.progress import track
 
 from ds_hybridep.plan.cluster import Cluster
-from ds_hybridep.plan.layout import Layout, LevelCodecs
+from ds_hybridep.plan.layout import Layout
 from ds_hybridep.plan.planner import make_plan
 from ds_hybridep.plan.question import Question
-from ds_hybridep.simulate.events import Span
-from ds_hybridep.simulate.scenario import Assumptions, Deviation, Scenario
+from ds_hybridep.plan.rivals import without_domains
+from ds_hybridep.plan.summary import aligned
+from ds_hybridep.simulate.scenario import Scenario
 from ds_hybridep.simulate.simulator import SimulatedStep, simulate
 
 GIGA = 1e9
@@ -31,28 +32,18 @@ class SimulatedPlan:
     step: SimulatedStep
 
 
-@dataclass(frozen=True)
-class Conditions:
-    """Differences from levels and workload; zipf: expert n = 1, 2 ... gets rows in proportion to 1 / n^zipf."""
+def scenario_of(question: Question, layout: Layout, *, zipf: float | None = None, **conditions: Any) -> Scenario:
+    """A layout under conditions, which are fields of `Scenario`.
 
-    deviations: tuple[Deviation, ...] = ()
-    assumptions: Assumptions = Assumptions()
-    zipf: float | None = None
-    jitter: float = 0.0
-
-    def scenario(self, question: Question, layout: Layout) -> Scenario:
-        """A layout under these conditions."""
-        load = None
-        if self.zipf is not None:
-            load = tuple(1.0 / (1 + expert) ** self.zipf for expert in range(question.workload.model.num_experts))
-        return Scenario(
-            cluster=question.cluster, layout=layout, workload=question.workload, rates=question.rates,
-            sync=question.sync_of(layout), expert_load=load, deviations=self.deviations, assumptions=self.assumptions,
-            jitter=self.jitter,
-        )  # fmt: skip
-
-
-# ---- simulations ----
+    zipf: expert n = 1, 2 ... gets rows in proportion to 1 / n^zipf; None: even routing.
+    """
+    if zipf is not None:
+        experts = range(question.workload.model.num_experts)
+        conditions["expert_load"] = tuple(1.0 / (1 + expert) ** zipf for expert in experts)
+    return Scenario(
+        cluster=question.cluster, layout=layout, workload=question.workload, rates=question.rates,
+        sync=question.sync_of(layout), **conditions,
+    )  # fmt: skip
 
 
 def layouts_of(question: Question, domains: Sequence[tuple[int, ...]]) -> list[tuple[str, Layout, float]]:
@@ -62,48 +53,44 @@ def layouts_of(question: Question, domains: Sequence[tuple[int, ...]]) -> list[t
     layouts += [(way.name, way.layout, way.lacking_bytes) for way in plan.alternatives if way.layout is not None]
     spans = plan.best.group.spans(question.cluster)
     for sizes in domains:
-        layout = Layout(spans=spans, domain_sizes=sizes, codecs=(LevelCodecs(),) * len(sizes))
-        is_hierarchical = sum(count > 1 for count in layout.domain_counts) > 1
-        name = "[" + ",".join(map(str, sizes)) + "]"
-        layouts.append((name, replace(layout, exchange="hierarchical") if is_hierarchical else layout, 0.0))
+        layout, _ = question.with_best_exchange(replace(without_domains(spans), domain_sizes=sizes))
+        layouts.append(("[" + ",".join(map(str, sizes)) + "]", layout, 0.0))
     return layouts
 
 
 def simulate_all(
     question: Question,
-    conditions: Conditions,
+    conditions: Mapping[str, Any],
     layouts: Sequence[tuple[str, Layout, float]],
     traced_ranks: Sequence[int] = (),
 ) -> list[SimulatedPlan]:
-    """Simulate every layout; only the first simulation traces ranks.  Shows progress if stderr is a terminal."""
+    """Simulate every layout; only the first simulation traces ranks.  Shows progress if stderr is a terminal.
+
+    conditions: as `scenario_of` takes them.
+    """
     results = []
     terminal = Console(stderr=True)
     shown = track(layouts, "simulating", console=terminal, disable=not terminal.is_terminal, transient=True)
     for number, (name, layout, lacking) in enumerate(shown):
-        step = simulate(conditions.scenario(question, layout), traced_ranks=() if number else traced_ranks)
+        step = simulate(scenario_of(question, layout, **conditions), traced_ranks=() if number else traced_ranks)
         results.append(SimulatedPlan(name, layout, lacking, step))
     return results
-
-
-# ---- output ----
 
 
 def table(question: Question, results: Sequence[SimulatedPlan]) -> str:
     """Seconds, bytes and waits of every plan."""
     first = question.cluster.levels[0].name
-    lines = [f"{'plan':60} {'s/step':>10} {'GB/step, ' + first + ' uplink':>22}  waiting for"]
+    rows = [("plan", "s/step", f"GB/step, {first} uplink", "waiting for")]
     for result in results:
         sent = result.step.uplink_bytes(question.cluster)[0]
         longest = sorted(((result.step.terms_s.get(name, 0.0), name) for name in WAITS), reverse=True)[:3]
         why = ", ".join(f"{name.removesuffix('_s').replace('_', ' ')} {seconds:.3g}" for seconds, name in longest)
         lacking = f"  ({result.lacking_bytes / GIGA:.1f} GB of memory lacking)" if result.lacking_bytes else ""
-        lines.append(f"{result.name:60} {result.step.step_s:10.4g} {sum(sent.values()) / GIGA:22.4g}  {why}{lacking}")
-    errors = [result.step.quantisation for result in results]
-    if any(errors):
-        lines.append(
-            f"Too many ranks differ: rates, speeds and loads were rounded, and are up to {100 * max(errors):.2g}% off."
-        )
-    return "\n".join(lines)
+        rows.append((result.name, f"{result.step.step_s:.4g}", f"{sum(sent.values()) / GIGA:.4g}", why + lacking))
+    text, error = aligned(rows, left=(0, 3)), max(result.step.quantisation for result in results)
+    if error:
+        text += f"\nToo many ranks differ: rates, speeds and loads were rounded, and are up to {100 * error:.2g}% off."
+    return text
 
 
 def answer_json(cluster: Cluster, results: Sequence[SimulatedPlan]) -> dict[str, Any]:
@@ -131,11 +118,9 @@ def chrome_trace(step: SimulatedStep) -> list[dict[str, Any]]:
     events: list[dict[str, Any]] = []
     for rank, spans in step.spans.items():
         events.append({"name": "process_name", "ph": "M", "pid": rank, "args": {"name": f"rank {rank}"}})
-        streams = list(dict.fromkeys(span.stream for span in sorted(spans, key=_stream_order)))
+        streams = sorted({span.stream for span in spans}, key=lambda stream: (stream != "compute", stream))
         for number, stream in enumerate(streams):
-            events.append(
-                {"name": "thread_name", "ph": "M", "pid": rank, "tid": number, "args": {"name": stream}}
-            )  # fmt: skip
+            events.append({"name": "thread_name", "ph": "M", "pid": rank, "tid": number, "args": {"name": stream}})
         events += [
             {
                 "name": span.label, "ph": "X", "pid": rank, "tid": streams.index(span.stream),
@@ -144,7 +129,3 @@ def chrome_trace(step: SimulatedStep) -> list[dict[str, Any]]:
             for span in spans
         ]  # fmt: skip
     return events
-
-
-def _stream_order(span: Span) -> tuple[bool, str]:
-    return span.stream != "compute", span.stream

@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from ds_hybridep.simulate.flows import NO_LIMIT, Bools, Floats, Flows, Ints, LinkShares
+from ds_hybridep.simulate.flows import Bools, Floats, Flows, Ints, LinkShares
 
 DONE_SHARE = 1e-9  # a smaller share of a flow's bytes is rounding
 SAME_TIME = 1e-12  # a smaller share of the clock's time is rounding
@@ -190,7 +190,7 @@ class Engine:
                     return
             elif isinstance(instruction, Post):
                 self._post(actor, instruction.operation)
-            elif not self._has_arrived(actor, instruction.operation):
+            elif not self._of(instruction.operation).is_arrived[actor]:
                 self._of(instruction.operation).waiting.add(actor)
                 self._waiting_since[actor] = self._now_s
                 return
@@ -218,9 +218,6 @@ class Engine:
             self._progress[index] = _Progress(index, operation, self._num_actors, flows_of)
         return self._progress[index]
 
-    def _has_arrived(self, actor: int, index: int) -> bool:
-        return bool(self._of(index).is_arrived[actor])
-
     def _post(self, actor: int, index: int) -> None:
         queue = self._queues.setdefault((actor, self._operations[index].channel), deque())
         queue.append(index)
@@ -231,7 +228,7 @@ class Engine:
         """Begin an operation that is at the head of its channel, unless it must wait for another one."""
         progress = self._of(index)
         after = progress.operation.after
-        if after is not None and not self._has_arrived(actor, after):
+        if after is not None and not self._of(after).is_arrived[actor]:
             self._of(after).followers.append((actor, index))
             return
         progress.begin_s[actor] = self._now_s
@@ -280,8 +277,6 @@ class Engine:
         self._active = [progress for progress in self._active if progress.is_flowing.any()]
         active = [(progress.operation.flows, progress.is_flowing) for progress in self._active]
         self._rates = self._shares.rates(active, self._is_computing)
-        for progress, own in zip(self._active, self._rates, strict=True):
-            progress.left[np.flatnonzero(progress.is_flowing)[own >= NO_LIMIT]] = 0.0  # flows that cross no link
 
     def _next_drain_s(self) -> float:
         earliest_s = math.inf

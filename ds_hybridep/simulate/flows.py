@@ -18,7 +18,6 @@ Bools = NDArray[np.bool_]
 
 SAME_RATE = 1.0 + 1e-12  # links within this factor fill up together; the difference is rounding
 MAX_KNOWN_SHARES = 4096  # sets of flows whose rates are kept, because all layers of a step send the same
-NO_LIMIT = 1e300  # bytes/s
 
 
 def fair_rates(capacities: Floats, weights: Floats, flow: Ints, link: Ints, load: Floats) -> Floats:
@@ -113,28 +112,19 @@ class LinkShares:
         return self._known[known]
 
     def _share(self, active: Sequence[tuple[Flows, Bools]], is_computing: Bools) -> list[Floats]:
-        weights, counts, flow, link, load, computing = [], [], [], [], [], []
-        offset = 0
-        for flows, is_flowing in active:
-            flowing = np.flatnonzero(is_flowing)
-            renumbered = np.full(len(is_flowing), -1, dtype=np.int64)
-            renumbered[flowing] = np.arange(offset, offset + len(flowing))
-            entries = np.flatnonzero(is_flowing[flows.entry_flow])
-            flow.append(renumbered[flows.entry_flow[entries]])
-            link.append(flows.entry_link[entries])
-            load.append(flows.entry_load[entries])
-            weights.append(flows.weights[flowing])
-            if self._busy_share < 1.0:
-                is_busy = np.zeros(len(is_flowing), dtype=bool)
-                is_busy[flows.member_flow[is_computing[flows.member_actor]]] = True
-                computing.append(is_busy[flowing])
-            counts.append(len(flowing))
-            offset += len(flowing)
         if not active:
             return []
-        rates = fair_rates(
-            self._capacities, np.concatenate(weights), np.concatenate(flow), np.concatenate(link), np.concatenate(load)
+        starts = np.cumsum([0, *(len(is_flowing) for _, is_flowing in active)])
+        flow = np.concatenate([one.entry_flow + start for (one, _), start in zip(active, starts, strict=False)])
+        weights, link, load = (
+            np.concatenate([getattr(one, name) for one, _ in active])
+            for name in ("weights", "entry_link", "entry_load")
         )
-        if computing:
-            rates = np.where(np.concatenate(computing), rates * self._busy_share, rates)
-        return np.split(np.minimum(rates, NO_LIMIT), np.cumsum(counts)[:-1])
+        entries = np.concatenate([is_flowing for _, is_flowing in active])[flow]
+        rates = fair_rates(self._capacities, weights, flow[entries], link[entries], load[entries])
+        found = []
+        for (flows, is_flowing), own in zip(active, np.split(rates, starts[1:-1]), strict=True):
+            is_busy = np.zeros(len(is_flowing), dtype=bool)
+            is_busy[flows.member_flow[is_computing[flows.member_actor]]] = True
+            found.append(np.where(is_busy, self._busy_share, 1.0)[is_flowing] * own[is_flowing])
+        return found

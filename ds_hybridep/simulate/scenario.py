@@ -5,24 +5,9 @@ from dataclasses import dataclass
 
 from ds_hybridep.errors import PlanError
 from ds_hybridep.plan.cluster import Cluster
+from ds_hybridep.plan.costs import experts_per_rank
 from ds_hybridep.plan.layout import Layout, Rates, SyncModel
 from ds_hybridep.plan.workload import Workload
-
-
-@dataclass(frozen=True, kw_only=True)
-class Assumptions:
-    """Assumptions about properties in which machines differ.  The defaults describe the runtime.
-
-    crosses_inner_links: a message between datacentres also passes the links inside them, as in a tree of switches;
-        False: a GPU has one link to its neighbours and another one to the world.
-    is_fair_to_flows: flows share a link equally; False: operations do, no matter how many flows they have.
-    gathers_by_level: expert packets cross a slow level once per child; False: every rank sends directly to all others
-        of its domain, as the paper counts it.
-    """
-
-    crosses_inner_links: bool = False
-    is_fair_to_flows: bool = True
-    gathers_by_level: bool = True
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,7 +40,11 @@ class Scenario:
     expert_load: rows of each expert, in any unit; None: even routing.
     deviations: places that differ from their level.
     jitter: standard deviation of the logarithm of the seconds of each piece of computation, drawn by rank and piece.
-    seed: seed of the jitter.
+    crosses_inner_links: a message between datacentres also passes the links inside them, as in a tree of switches;
+        False: a GPU has one link to its neighbours and another one to the world.
+    is_fair_to_flows: flows share a link equally; False: operations do, no matter how many flows they have.
+    gathers_by_level: expert packets cross a slow level once per child; False: every rank sends directly to all others
+        of its domain, as the paper counts it.
     """
 
     cluster: Cluster
@@ -65,18 +54,15 @@ class Scenario:
     sync: SyncModel = SyncModel()
     expert_load: tuple[float, ...] | None = None
     deviations: tuple[Deviation, ...] = ()
-    assumptions: Assumptions = Assumptions()
     jitter: float = 0.0
-    seed: int = 0
+    crosses_inner_links: bool = False
+    is_fair_to_flows: bool = True
+    gathers_by_level: bool = True
 
     def __post_init__(self) -> None:
         self.layout.check_fits(self.cluster)
         sizes, model, load = self.cluster.sizes, self.workload.model, self.expert_load
-        if model.num_experts % self.layout.group_size:
-            raise PlanError(
-                f"{model.num_experts} experts cannot be shared evenly by an expert-parallel group of "
-                f"{self.layout.group_size} ranks"
-            )
+        experts_per_rank(self.layout, self.workload)  # raises where they cannot be shared evenly
         if load is not None:
             num_used = sum(rows > 0 for rows in load)
             if len(load) != model.num_experts or min(load) < 0 or num_used < model.top_k:
@@ -86,7 +72,6 @@ class Scenario:
                 )
         for deviation in self.deviations:
             place = deviation.place
-            if not 1 <= len(place) <= len(sizes) or not all(
-                0 <= at < size for at, size in zip(place, sizes, strict=False)
-            ):
+            is_inside = all(0 <= at < size for at, size in zip(place, sizes, strict=False))
+            if not (1 <= len(place) <= len(sizes) and is_inside):
                 raise PlanError(f"a deviation is at {place}, but the cluster {self.cluster} has no such place")

@@ -17,9 +17,9 @@ from ds_hybridep.plan.program import Kind, Peers, peers_in
 from ds_hybridep.plan.step import step_program
 from ds_hybridep.simulate.classes import RankClasses, merge_ranks, nodes_at
 from ds_hybridep.simulate.events import Engine, Span
-from ds_hybridep.simulate.flows import Bools, Floats, Ints
+from ds_hybridep.simulate.flows import Floats, Ints
 from ds_hybridep.simulate.scenario import Scenario
-from ds_hybridep.simulate.schedule import schedule_of
+from ds_hybridep.simulate.schedule import Schedule
 from ds_hybridep.simulate.traffic import DOWN, UP, Ranks, Routing, TrafficMaker
 
 MAX_FULL_RANKS = 512  # beyond, a simulation rank by rank takes too much memory
@@ -55,18 +55,11 @@ class SimulatedStep:
         )
 
 
-def simulate(
-    scenario: Scenario,
-    *,
-    is_reduced: bool = True,
-    traced_ranks: Sequence[int] = (),
-) -> SimulatedStep:
+def simulate(scenario: Scenario, *, is_reduced: bool = True, traced_ranks: Sequence[int] = ()) -> SimulatedStep:
     """Simulate one step of the scenario.
 
-    Args:
-        scenario: cluster, plan, workload and conditions.
-        is_reduced: simulate one of each class of ranks that are alike; jitter makes all of them different.
-        traced_ranks: ranks whose spans are kept.
+    is_reduced: simulate one of each class of ranks that are alike; jitter makes all of them different.
+    traced_ranks: ranks whose spans are kept.
 
     Raises PlanError if too many ranks would be simulated one by one, or if too many ranks differ.
     """
@@ -77,27 +70,35 @@ def simulate(
             f"{cluster.num_ranks} ranks are too many to be simulated one by one (at most {MAX_FULL_RANKS}); leave out "
             f"jitter, which makes all of them different"
         )
-    assumed, layout, model = scenario.assumptions, scenario.layout, scenario.workload.model
+    layout, workload = scenario.layout, scenario.workload
     ranks = Ranks.of(cluster, layout)
     program = step_program(
-        cluster,
-        layout,
-        scenario.workload,
-        scenario.rates,
-        scenario.sync,
-        gathers_by_level=assumed.gathers_by_level,
+        cluster, layout, workload, scenario.rates, scenario.sync, gathers_by_level=scenario.gathers_by_level
     )
     patterns = {peers: ranks.groups(peers) for peers in peers_in(program) if not peers.is_ring}
-    exact = _Attributes(_uplinks(scenario), _slowdowns(scenario), Routing.of(ranks, model, scenario.expert_load))
-    attributes, classes, error = _with_few_classes(cluster, exact, patterns, is_reduced=is_reduced)
-    maker = TrafficMaker(ranks, attributes.routing, classes, assumed)
+    # Factors on the bandwidth of the child above a rank, by level, and on the seconds of computation.
+    *uplinks, slowdowns = (np.ones(cluster.num_ranks) for _ in (*cluster.sizes, "slowdowns"))
+    for one in scenario.deviations:
+        below = nodes_at(cluster, len(one.place)) == flatten(one.place, cluster.sizes[: len(one.place)])
+        uplinks[len(one.place) - 1][below] *= one.bandwidth_factor
+        slowdowns[below] *= one.slowdown
+    routing, num_levels = Routing.of(ranks, workload.model, scenario.expert_load), len(uplinks)
+    exact = [*uplinks, slowdowns, *routing.chances, routing.pairs]
+    found, classes, error = _with_few_classes(cluster, exact, patterns, is_reduced=is_reduced)
+    slowdowns, *chances, pairs = found[num_levels:]
+    maker = TrafficMaker(
+        ranks,
+        Routing(tuple(chances), pairs),
+        classes,
+        crosses_inner_links=scenario.crosses_inner_links,
+        is_fair_to_flows=scenario.is_fair_to_flows,
+    )
     # One peer in each domain sends its rows here.
-    rows = attributes.routing.pairs[classes.examples] * math.prod(layout.domain_counts) / model.top_k
-    slowdowns = attributes.slowdowns[classes.examples]
-    schedule = schedule_of(program, scenario, rows, slowdowns, maker)
+    rows = pairs[classes.examples] * math.prod(layout.domain_counts) / workload.model.top_k
+    schedule = Schedule(program, scenario, rows, slowdowns[classes.examples], maker)
     traced = {rank: int(classes.class_of[rank]) for rank in traced_ranks}
     engine = Engine(
-        _capacities(scenario, attributes.uplinks, classes, maker),
+        _capacities(scenario, found[:num_levels], classes, maker),
         classes.num_classes,
         schedule.program,
         schedule.operations,
@@ -116,66 +117,28 @@ def simulate(
     )
 
 
-@dataclass(frozen=True)
-class _Attributes:
-    """In what ranks differ.
-
-    uplinks: per level, [num_ranks] factors on the bandwidth of the child above a rank.
-    slowdowns: [num_ranks] factors on the seconds of computation.
-    """
-
-    uplinks: tuple[Floats, ...]
-    slowdowns: Floats
-    routing: Routing
-
-    def rounded(self, error: float) -> "_Attributes":
-        """The same, with no number more than `error`, a share, too large or too small."""
-        step = 2 * math.log1p(error)
-
-        def change(values: Floats) -> Floats:
-            result, used, mean = np.zeros_like(values), values > 0.0, float(values.mean())
-            result[used] = mean * np.exp(step * np.round(np.log(values[used] / mean) / step))
-            return result
-
-        routing = Routing(tuple(map(change, self.routing.chances)), change(self.routing.pairs))
-        return _Attributes(tuple(map(change, self.uplinks)), change(self.slowdowns), routing)
-
-
 def _with_few_classes(
-    cluster: Cluster, exact: _Attributes, patterns: Mapping[Peers, Ints], *, is_reduced: bool
-) -> tuple[_Attributes, RankClasses, float]:
-    """Attributes, classes, error; if too many ranks differ, with rounded attributes."""
+    cluster: Cluster, exact: Sequence[Floats], patterns: Mapping[Peers, Ints], *, is_reduced: bool
+) -> tuple[Sequence[Floats], RankClasses, float]:
+    """Attributes, [num_ranks] each, classes, error; if too many ranks differ, with rounded attributes."""
     max_classes = MAX_CLASSES if is_reduced and cluster.num_ranks > MAX_CLASSES else None
+    numbers = [] if is_reduced else [np.arange(cluster.num_ranks, dtype=np.float64)]
     found, error = exact, 0.0
     while True:
-        values = [*found.uplinks, found.slowdowns, *found.routing.chances, found.routing.pairs]
-        classes = merge_ranks(cluster, patterns, values, is_reduced=is_reduced, max_classes=max_classes)
+        classes = merge_ranks(cluster, patterns, [*numbers, *found], max_classes=max_classes)
         if classes is not None:
             return found, classes, error
         error = max(1.5 * error, LEAST_ERROR)
         if error > MOST_ERROR:
             raise PlanError(f"more than {MAX_CLASSES} ranks of {cluster} differ: too many for a simulation")
-        found = exact.rounded(error)
+        found = [_rounded(values, error) for values in exact]
 
 
-def _below(cluster: Cluster, place: Sequence[int]) -> Bools:
-    """[num_ranks] whether a rank is below a place."""
-    result: Bools = nodes_at(cluster, len(place)) == flatten(place, cluster.sizes[: len(place)])
+def _rounded(values: Floats, error: float) -> Floats:
+    """The same, with no number more than `error`, a share, too large or too small."""
+    step, result, used, mean = 2 * math.log1p(error), np.zeros_like(values), values > 0.0, float(values.mean())
+    result[used] = mean * np.exp(step * np.round(np.log(values[used] / mean) / step))
     return result
-
-
-def _uplinks(scenario: Scenario) -> tuple[Floats, ...]:
-    uplinks = tuple(np.ones(scenario.cluster.num_ranks) for _ in scenario.cluster.sizes)
-    for one in scenario.deviations:
-        uplinks[len(one.place) - 1][_below(scenario.cluster, one.place)] *= one.bandwidth_factor
-    return uplinks
-
-
-def _slowdowns(scenario: Scenario) -> Floats:
-    slowdowns = np.ones(scenario.cluster.num_ranks)
-    for one in scenario.deviations:
-        slowdowns[_below(scenario.cluster, one.place)] *= one.slowdown
-    return slowdowns
 
 
 def _capacities(scenario: Scenario, uplinks: Sequence[Floats], classes: RankClasses, maker: TrafficMaker) -> Floats:

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """What every rank sends to every other in one stage of a program's message, as flows between classes of ranks."""
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, reduce
 
 import numpy as np
 
@@ -11,9 +12,8 @@ from ds_hybridep.plan.cluster import Cluster, unflatten
 from ds_hybridep.plan.layout import Layout
 from ds_hybridep.plan.program import Peers, PlacePart, Stage
 from ds_hybridep.plan.workload import MoEModel
-from ds_hybridep.simulate.classes import RankClasses, nodes_at
+from ds_hybridep.simulate.classes import RankClasses
 from ds_hybridep.simulate.flows import Floats, Flows, Ints
-from ds_hybridep.simulate.scenario import Assumptions
 
 UP, DOWN = 0, 1
 EQUAL_DIGITS = 14  # of chances and pairs, so that equal ones stay equal when summed in another order
@@ -106,17 +106,11 @@ class Routing:
 
 def _chances(cell_of: Ints, polynomials: Floats, everything: Floats) -> Floats:
     """[num_ranks] chance that a token needs an expert of the rank's cell."""
-    order = np.argsort(cell_of, kind="stable")
-    starts = np.flatnonzero(np.diff(cell_of[order], prepend=-1))
-    members = np.split(order, starts[1:])
     result = np.zeros(len(cell_of))
-    known: dict[bytes, float] = {}
-    for ranks in members:
+    order = np.argsort(cell_of, kind="stable")
+    for ranks in np.split(order, np.flatnonzero(np.diff(cell_of[order])) + 1):
         wanted = _product(polynomials[ranks])
-        key = wanted.tobytes()
-        if key not in known:
-            known[key] = 1.0 - float(_quotient_end(everything, wanted) / everything[-1])
-        result[ranks] = known[key]
+        result[ranks] = 1.0 - float(_quotient_end(everything, wanted) / everything[-1])
     return np.round(result, EQUAL_DIGITS)
 
 
@@ -132,19 +126,7 @@ def numbered_in_group(ranks: Ranks) -> Ints:
 
 def _product(polynomials: Floats) -> Floats:
     """Product of [n, degree + 1] polynomials, cut off at the degree."""
-    width = polynomials.shape[1]
-    while len(polynomials) > 1:  # pairwise, so that thousands of factors take a dozen rounds
-        if len(polynomials) % 2:
-            one = np.zeros((1, width))
-            one[0, 0] = 1.0
-            polynomials = np.concatenate([polynomials, one])
-        left, right = polynomials[0::2], polynomials[1::2]
-        product = np.zeros_like(left)
-        for power in range(width):
-            product[:, power:] += left[:, power : power + 1] * right[:, : width - power]
-        polynomials = product
-    result: Floats = polynomials[0]
-    return result
+    return reduce(lambda left, right: np.convolve(left, right)[: len(left)], polynomials)
 
 
 def _quotient_end(dividend: Floats, divisor: Floats) -> float:
@@ -164,23 +146,20 @@ class Traffic:
 
 
 class TrafficMaker:
-    """Makes flows between classes of ranks.
-
-    Args:
-        classes: classes of the ranks.
-        assumed: what machines differ in.
-    """
+    """Makes flows between classes of ranks; the last two arguments are those of `Scenario`."""
 
     def __init__(
         self,
         ranks: Ranks,
         routing: Routing,
         classes: RankClasses,
-        assumed: Assumptions,
+        *,
+        crosses_inner_links: bool = False,
+        is_fair_to_flows: bool = True,
     ) -> None:
         self._ranks, self.cluster, self.classes = ranks, ranks.cluster, classes
         self._chances = tuple(chance[classes.examples] for chance in routing.chances)
-        self._assumed = assumed
+        self._crosses_inner_links, self._is_fair_to_flows = crosses_inner_links, is_fair_to_flows
         self._known: dict[Stage, Traffic] = {}
 
     @cached_property
@@ -217,7 +196,7 @@ class TrafficMaker:
         src, dst, at, size = src[kept], dst[kept], at[kept], size[kept]
         num_sent, num_received = peers[at, src, dst], peers[at, dst, src]
         sent = np.bincount(at, classes.sizes[src] * num_sent * size, len(self.cluster.sizes))
-        weights = np.ones(len(src)) if self._assumed.is_fair_to_flows else 1.0 / peers.sum(axis=2)[at, src]
+        weights = np.ones(len(src)) if self._is_fair_to_flows else 1.0 / peers.sum(axis=2)[at, src]
         flow, link, load = self._entries(src, dst, at, num_sent, num_received)
         number = np.arange(len(src), dtype=np.int64)
         is_own = src == dst
@@ -240,7 +219,7 @@ class TrafficMaker:
         classes, num_levels = self.classes, len(self.cluster.sizes)
         flow, link, load = [], [], []
         for level in range(num_levels):
-            crossing = np.flatnonzero(at <= level if self._assumed.crosses_inner_links else at == level)
+            crossing = np.flatnonzero(at <= level if self._crosses_inner_links else at == level)
             for ends, counts, direction in ((src, num_sent, UP), (dst, num_received, DOWN)):
                 child = classes.child_of[level][ends[crossing]]
                 flow.append(crossing)
@@ -249,27 +228,18 @@ class TrafficMaker:
         return np.concatenate(flow), np.concatenate(link), np.concatenate(load)
 
     def _ring(self, stage: Stage) -> Traffic:
-        """One ring for all ranks with the same number, in rank order; all run in step, as one flow."""
-        cluster, num_levels = self.cluster, len(self.cluster.sizes)
-        source, target = _ring_edges(self._ranks.groups(stage.peers))
-        nodes = [nodes_at(cluster, level + 1) for level in range(num_levels)]
-        at = np.full(len(source), num_levels, dtype=np.int64)
-        for level in reversed(range(num_levels)):
-            at[nodes[level][source] != nodes[level][target]] = level
+        """Rings of all peers, in rank order; all run in step, as one flow.  Each ring leaves a child by one edge."""
+        sizes, num_levels, edge_bytes = self.cluster.sizes, len(self.cluster.sizes), stage.fixed_bytes[0]
+        spans = stage.peers.numbers(self._ranks.layout, sizes)
+        used = [level for level in range(num_levels) if spans[level] > 1]
+        edges = [math.prod(spans[:level]) * (spans[level] - 1) for level in range(num_levels)]
+        edges[used[0]] += 1  # from the last rank back to the first
         link, load = [], []
-        for level in range(num_levels):
-            crossing = at <= level if self._assumed.crosses_inner_links else at == level
-            for ends, direction in ((source, UP), (target, DOWN)):
-                child_class = self.classes.child_class_of[level]
-                counts = np.bincount(nodes[level][ends[crossing]], minlength=len(child_class))
-                busiest = np.zeros(int(child_class.max()) + 1)
-                np.maximum.at(busiest, child_class, counts)
-                used = np.flatnonzero(busiest)
-                link.append(self.link(level, used, direction))
-                load.append(busiest[used])
-        links = np.concatenate(link)
-        actors = np.arange(self.classes.num_classes, dtype=np.int64)
-        edge_bytes = stage.fixed_bytes[0]
+        for level in range(used[0], num_levels) if self._crosses_inner_links else used:
+            of_level = np.arange(self.first_link[level], self.first_link[level + 1])
+            link.append(of_level)
+            load.append(np.full(len(of_level), math.prod(sizes[level + 1 :]) / math.prod(spans[level + 1 :])))
+        links, actors = np.concatenate(link), np.arange(self.classes.num_classes, dtype=np.int64)
         flows = Flows(
             num_bytes=np.array([edge_bytes]),
             weights=np.ones(1),
@@ -280,17 +250,5 @@ class TrafficMaker:
             entry_link=links,
             entry_load=np.concatenate(load),
         )
-        sent = np.bincount(at, minlength=num_levels + 1)[:num_levels] * edge_bytes
-        return Traffic(flows, tuple(sent.tolist()))
-
-
-def _ring_edges(ring_of: Ints) -> tuple[Ints, Ints]:
-    """(source, target) of every edge; a ring of one rank has none."""
-    order = np.argsort(ring_of, kind="stable")
-    sizes = np.bincount(ring_of)
-    ends = np.cumsum(sizes)
-    following = np.arange(1, len(order) + 1)
-    following[ends[sizes > 0] - 1] = (ends - sizes)[sizes > 0]
-    source, target = order, order[following]
-    is_edge = source != target
-    return source[is_edge], target[is_edge]
+        num_rings = self.cluster.num_ranks // math.prod(spans)
+        return Traffic(flows, tuple(num_rings * count * edge_bytes for count in edges))

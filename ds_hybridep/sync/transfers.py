@@ -20,8 +20,7 @@ from ds_hybridep.sync.messages import MessageLayout
 from ds_hybridep.sync.mirrors import HeldSlot
 from ds_hybridep.sync.stages import GatherStage
 from ds_hybridep.transport.channels import Purpose, Transfer, Transport
-from ds_hybridep.transport.staging import Part
-from ds_hybridep.transport.streams import DeviceStreams, Mark
+from ds_hybridep.transport.streams import DeviceStreams, Mark, Part
 
 _NOTHING = nullcontext()
 

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Channels between ranks: gloo, NCCL and staging, byte counters, agreement at start-up, traces."""
+"""Channels between ranks over the link and NCCL, byte counters, agreement at start-up, traces."""

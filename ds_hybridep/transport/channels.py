@@ -14,7 +14,6 @@ import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -26,8 +25,7 @@ from ds_hybridep.plan.cluster import Cluster
 from ds_hybridep.transport.job import first_line
 from ds_hybridep.transport.job_link import LinkSettings, open_link
 from ds_hybridep.transport.nccl import NcclBatch, NcclGroup
-from ds_hybridep.transport.staging import Part, Staging
-from ds_hybridep.transport.streams import DeviceStreams, streams_of
+from ds_hybridep.transport.streams import DeviceStreams, Part, Pinned, streams_of
 from ds_hybridep.transport.waits import waiting
 
 _NO_RANGE = contextlib.nullcontext()
@@ -67,9 +65,8 @@ class Transfer:
         self.channel, self.purpose = channel, purpose
         self.start_ns = self.end_ns = time.perf_counter_ns()
         self.num_bytes = sum(tensor.nbytes for _, tensor in (*sends, *receives))
-        self.device_side: Staging | NcclBatch | None = None  # for tensors on a device
-        self._destinations = [rank for rank, _ in sends]
-        self._sources = [rank for rank, _ in receives]
+        self.device_side: Pinned | NcclBatch | None = None  # for tensors on a device
+        self._destinations, self._sources = [rank for rank, _ in sends], [rank for rank, _ in receives]
         transport = channel.transport
         levels = {transport.level_to(rank) for rank in (*self._destinations, *self._sources)}
         self.waits_before = {level: transport.traffic.waits[level] for level in levels}
@@ -93,7 +90,7 @@ class Transfer:
         if not self._ended.is_set():
             with transport.exposed(self.purpose):
                 if not self._ended.wait(transport.timeout_s):
-                    self.fail(f"passed the time limit of {transport.timeout_s:g} s")
+                    self._failure = self._failure or f"passed the time limit of {transport.timeout_s:g} s"
         if self._failure is not None:
             raise CommunicationError(self.describe(self._failure))
         for rank, handle in self.arriving:
@@ -105,21 +102,18 @@ class Transfer:
             self.device_side.deliver()
             self.device_side = None
 
-    def add(self, handle: Handle) -> None:
-        """Let this transfer end after a message of the link has gone or arrived, too."""
-        self.add_part()
-        handle.when_done(lambda one: self.end_part(one.failure()))
-
-    def add_part(self) -> None:
-        """Let it end only after another call of `end_part`."""
+    def add(self, handle: Handle | None = None) -> None:
+        """Let this transfer end only after a message of the link has gone or arrived, or after one more `end_part`."""
         with self._lock:
             self._num_left += 1
+        if handle is not None:
+            handle.add_done_callback(lambda one: self.end_part(one.result()))
 
     def end_part(self, failure: str | None = None) -> None:
         """Note that a part has ended, by the given failure if there is one."""
-        if failure is not None:
-            self.fail(f"failed: {failure}")
         with self._lock:
+            if failure is not None:
+                self._failure = self._failure or f"failed: {failure}"
             self._num_left -= 1
             if self._num_left:
                 return
@@ -130,22 +124,12 @@ class Transfer:
         if self.channel.is_background:
             self.channel.transport.note_finished(self)
 
-    def fail(self, failure: str) -> None:
-        """Let `wait` raise an error with the first failure."""
-        with self._lock:
-            self._failure = self._failure or failure
-
     def describe(self, failure: str) -> str:
+        transport = self.channel.transport
         return (
-            f"rank {self.channel.transport.rank}: {self} {failure}; look at the log of the ranks "
-            f"named for the first error, or raise hybridep.timeout_s if the link is merely slow"
-        )
-
-    def __str__(self) -> str:
-        level = self.channel.transport.cluster.levels[self.channel.level].name
-        return (
-            f"{self.purpose} over level '{level}' ({self.num_bytes} bytes, to ranks {self._destinations}, "
-            f"from ranks {self._sources})"
+            f"rank {transport.rank}: {self.purpose} over level '{transport.cluster.levels[self.channel.level].name}' "
+            f"({self.num_bytes} bytes, to ranks {self._destinations}, from ranks {self._sources}) {failure}; look at "
+            f"the log of the ranks named for the first error, or raise hybridep.timeout_s if the link is merely slow"
         )
 
 
@@ -181,8 +165,7 @@ class Channel:
         Without this call, the first transfer connects them and blocks until all ranks have started it.  A background
         transfer must not block, because some ranks start it only after others have gone on.
         """
-        streams = _streams_on(device)
-        if self._nccl is None and self.has_equal_lengths and streams is not None:
+        if self._nccl is None and self.has_equal_lengths and (streams := streams_of(device)) is not None:
             self._nccl = NcclGroup(self.name, self.ranks, self.transport, streams)
 
     def start(self, sends: Sequence[Part], receives: Sequence[Part], purpose: Purpose) -> Transfer:
@@ -199,8 +182,7 @@ class Channel:
         sends = [(rank, tensor) for rank, tensor in sends if tensor.numel()]
         receives = [(rank, tensor) for rank, tensor in receives if tensor.numel()]
         transfer = Transfer(self, purpose, sends, receives)
-        self.transport.last_transfer = transfer
-        streams = _streams_on((sends or receives)[0][1].device) if sends or receives else None
+        streams = streams_of((sends or receives)[0][1].device) if sends or receives else None
         try:
             if streams is None:
                 self._post(transfer, sends, receives)
@@ -240,12 +222,12 @@ class Channel:
             for rank, tensor in receives:
                 self.transport.count_received(rank, tensor.nbytes, transfer.purpose.kind)
         else:
-            transfer.device_side = staging = Staging(streams, sends, receives, is_awaited=self.is_background)
-            self._post(transfer, (), staging.receives)
+            transfer.device_side = pinned = Pinned(streams, sends, receives, is_awaited=self.is_background)
+            self._post(transfer, (), pinned.receives)
         if self.is_background:
-            transfer.add_part()
+            transfer.add()
             self._hand_over(transfer)
-        elif isinstance(transfer.device_side, Staging):
+        elif not self.has_equal_lengths:
             # Blocking costs nothing: the caller waits for a foreground transfer next, and the peers block here too.
             with self.transport.exposed(transfer.purpose):
                 self._await_device(transfer)
@@ -273,11 +255,9 @@ class Channel:
         atexit.unregister(self._end_thread)  # not in `close`: after it, the thread may still be waited for
 
     def _await_device(self, transfer: Transfer) -> None:
-        if isinstance(transfer.device_side, NcclBatch):
-            transfer.device_side.wait(timedelta(seconds=self.transport.timeout_s))
-        elif isinstance(transfer.device_side, Staging):
-            transfer.device_side.await_sends()
-            self._post(transfer, transfer.device_side.sends, ())
+        assert transfer.device_side is not None
+        transfer.device_side.wait(self.transport.timeout_s)
+        self._post(transfer, transfer.device_side.sends, ())
 
     def _end_thread(self) -> None:
         self._waiting.put(None)
@@ -310,16 +290,12 @@ class Transport:
         self, cluster: Cluster, timeout_s: float, generation: int, backends: Sequence[str] = (),
         *, link: LinkSettings | None = None,
     ) -> None:  # fmt: skip
-        self.cluster = cluster
+        self.cluster, self.timeout_s, self.generation = cluster, timeout_s, generation
         self.backends = tuple(backends) or ("gloo",) * len(cluster.levels)
-        self.timeout_s = timeout_s
-        self.generation = generation
-        self.rank = dist.get_rank()
-        self.world_size = dist.get_world_size()
+        self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         self.traffic = Traffic()
         self.records: list[Transfer] | None = None  # finished background transfers, while a trace is taken
         self._channels: dict[tuple[str, tuple[int, ...]], Channel] = {}
-        self.last_transfer: Transfer | None = None  # the one that was started last
         self.num_finished = 0  # background transfers that have ended
         self._level_of_rank = [cluster.level_between(self.rank, rank) for rank in range(self.world_size)]
         self._finished = threading.Condition()
@@ -388,11 +364,6 @@ class Transport:
             channel.close()
         self._channels.clear()
         self.link.leave()
-
-
-def _streams_on(device: torch.device) -> DeviceStreams | None:
-    streams = streams_of(device)
-    return streams if isinstance(streams, DeviceStreams) else None
 
 
 def profiler_range(*words: str) -> contextlib.AbstractContextManager[Any]:

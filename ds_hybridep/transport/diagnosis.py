@@ -11,7 +11,12 @@ from ds_hybridep.plan.cluster import Cluster
 VERDICT = "verdict"  # what another rank has found to be the cause
 GONE = State.GONE.value
 ENDED = (FAILED, GONE, LEFT)  # kinds of news after which nothing comes of a rank, whoever waits for it
-_TELLING = (FAILED, GONE, VERDICT)  # of several news, the first one of the most telling kind is the cause
+# Of several news, the first one of the most telling kind is the cause.
+_TELLING = {
+    FAILED: "rank {0} failed: {1}",
+    GONE: "rank {0} ended without a word ({1}): killed, out of memory, or crashed",
+    VERDICT: "{1}",
+}
 BRIDGES = 4  # ranks of each domain with connections to other domains
 NEARBY = 8  # up to so many domains, each has connections to all others
 
@@ -52,7 +57,6 @@ class View:
     ages: Mapping[int, float] = field(default_factory=dict)  # seconds since a peer of this rank was heard
     steps: Mapping[int, int] = field(default_factory=dict)  # optimizer steps that it had made then
     news: Sequence[News] = ()  # in the order in which they came
-    last_transfer: str = ""
 
     def ranks(self, *kinds: str) -> set[int]:
         """Return the ranks of which there are news of these kinds."""
@@ -87,29 +91,22 @@ def cause_of(view: View) -> str:
 
 
 def _told(view: View) -> str:
-    news = [one for one in view.news if one.kind in _TELLING and one.rank != view.rank]
-    if not news:
-        return ""
-    first = min(news, key=lambda one: _TELLING.index(one.kind))
-    if first.kind == VERDICT:
-        return first.text
-    if first.kind == FAILED:
-        return f"rank {first.rank} failed: {first.text}{view.last_seen(first.rank)}"
-    return (
-        f"rank {first.rank} ended without a word ({first.text}): killed, out of memory, or crashed"
-        f"{view.last_seen(first.rank)}"
-    )
+    for kind, text in _TELLING.items():
+        for one in view.news:
+            if one.kind == kind and one.rank != view.rank:
+                return text.format(one.rank, one.text) + (view.last_seen(one.rank) if kind != VERDICT else "")
+    return ""
 
 
 def _silent(view: View) -> str:
     if not (silent := view.silent()):
         return ""
-    level, ranks, is_domain = _widest(view, silent)
+    level, ranks = _widest(view, silent)
     since = f"for {max(view.timeout_s, *(view.ages.get(rank, 0.0) for rank in ranks)):.0f} s"
     more = sorted(silent - set(ranks))
     rest = view.last_seen(ranks[0]) + (f"; silent too: ranks {more}" if more else "")
     who = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {ranks}"
-    if not is_domain:
+    if level is None:
         said = next((one.text for one in view.news if one.kind == LOST and one.rank in ranks), "")
         return f"{who} silent {since}: {said.partition('; last, ')[2] or 'stopped, down or cut off'}{rest}"
     name = view.cluster.levels[level].name
@@ -126,32 +123,31 @@ def _silent(view: View) -> str:
     )
 
 
-def _widest(view: View, silent: set[int]) -> tuple[int, list[int], bool]:
-    """Return level and ranks of the widest other domain that is silent as a whole, and True; else all silent ranks."""
-    cluster, inner = view.cluster, view.cluster.num_ranks
-    for level, size in enumerate(cluster.sizes):
+def _widest(view: View, silent: set[int]) -> tuple[int | None, list[int]]:
+    """Return level and ranks of the widest other domain that is silent as a whole; else None and all silent ranks."""
+    inner = view.cluster.num_ranks
+    for level, size in enumerate(view.cluster.sizes):
         inner //= size
-        own_parent, own_child = view.rank // (inner * size), view.rank // inner
-        for child in range(own_parent * size, (own_parent + 1) * size):
+        first = view.rank // (inner * size) * size  # child of this rank's parent
+        for child in range(first, first + size):
             ranks = list(range(child * inner, (child + 1) * inner))
             is_one_of_many = inner == 1 and level > 0  # one rank: blame it, not its link
-            if child != own_child and silent.issuperset(ranks) and not is_one_of_many:
-                return level, ranks, True
-    levels = [cluster.level_between(view.rank, rank) or 0 for rank in silent]
-    return min(levels), sorted(silent), False
+            if child != view.rank // inner and silent.issuperset(ranks) and not is_one_of_many:
+                return level, ranks
+    return None, sorted(silent)
 
 
 def _broken_link(view: View) -> str:
     """Blame a link over which two ranks do not hear each other, though both are alive for others."""
-    for rank, peer in sorted(view.cuts()):
-        if (level := view.cluster.level_between(rank, peer)) is not None:
-            name = view.cluster.levels[level].name
-            ends = [view.cluster.place_of(one)[level] for one in (rank, peer)]
-            return (
-                f"the link of level '{name}' between {name} {ends[0]} and {name} {ends[1]} passes nothing, though "
-                f"both are alive: others hear both"
-            )
-    return ""
+    if not (cuts := view.cuts()):
+        return ""
+    ends = [view.cluster.place_of(rank) for rank in min(cuts)]
+    level = next(at for at, (one, other) in enumerate(zip(*ends, strict=True)) if one != other)
+    name = view.cluster.levels[level].name
+    return (
+        f"the link of level '{name}' between {name} {ends[0][level]} and {name} {ends[1][level]} passes nothing, "
+        f"though both are alive: others hear both"
+    )
 
 
 def _left(view: View) -> str:
@@ -163,23 +159,18 @@ def _left(view: View) -> str:
 
 def report(view: View, cause: str) -> str:
     """Return the message of a rank that ends: the cause, then what is known of every rank, and what to do."""
-    lines = [f"hybridep: {cause}", f"  this is rank {view.rank}, in step {view.step}"]
     known = {"has ended": view.ranks(FAILED, GONE), "has left": view.ranks(LEFT), "silent": view.silent()}
-    by_state: dict[str, list[int]] = {}
+    by_state: dict[str, list[str]] = {}
     for rank in sorted(set(range(view.cluster.num_ranks)) - {view.rank}):
         state = next((state for state, ranks in known.items() if rank in ranks), "alive")
-        if state in ("has ended", "silent") and rank in view.steps:
-            state += f", was in step {view.steps[rank]}"
-        by_state.setdefault(state, []).append(rank)
-    lines += [f"  rank{'s' * (len(ranks) > 1)} {_short(ranks)}: {state}" for state, ranks in by_state.items()]
-    if view.last_transfer:
-        lines.append(f"  last transfer of this rank: {view.last_transfer}")
+        state += f", was in step {view.steps[rank]}" if state in ("has ended", "silent") and rank in view.steps else ""
+        by_state.setdefault(state, []).append(str(rank))
+    lines = [f"hybridep: {cause}", f"  this is rank {view.rank}, in step {view.step}"]
+    for state, ranks in by_state.items():
+        more = f" and {len(ranks) - 16} more" if len(ranks) > 16 else ""
+        lines.append(f"  rank{'s' * (len(ranks) > 1)} {', '.join(ranks[:16])}{more}: {state}")
     lines.append(
         "  what to do: read the log of the rank that the first line names, then restart from the last checkpoint; "
         f"if it was only silent for a while, raise hybridep.timeout_s (now {view.timeout_s:g})"
     )
     return "\n".join(lines) + "\n"
-
-
-def _short(ranks: Sequence[int]) -> str:
-    return ", ".join(map(str, ranks[:16])) + (f" and {len(ranks) - 16} more" if len(ranks) > 16 else "")

@@ -3,7 +3,6 @@
 
 import json
 import os
-import socket
 from datetime import timedelta
 from typing import Any
 
@@ -12,26 +11,15 @@ import torch.distributed as dist
 
 from ds_hybridep.config import HybridEPConfig
 from ds_hybridep.errors import CommunicationError, UnsupportedError
+from ds_hybridep.link import Options
+
+# For rooms that do not call torch.distributed.
+own_rank, world_size, meet = dist.get_rank, dist.get_world_size, dist.barrier
 
 
 def group_ranks(group: Any) -> tuple[int, ...]:
     """Return the global ranks of a process group, in group-rank order."""
     return tuple(dist.get_process_group_ranks(group))
-
-
-def is_first_rank() -> bool:
-    """Return True on rank 0."""
-    return dist.get_rank() == 0
-
-
-def own_rank() -> int:
-    """Return this rank of the job."""
-    return dist.get_rank()
-
-
-def meet() -> None:
-    """Wait until all ranks are here."""
-    dist.barrier()
 
 
 def gather_to_first(part: torch.Tensor, group: Any) -> list[torch.Tensor] | None:
@@ -42,28 +30,24 @@ def gather_to_first(part: torch.Tensor, group: Any) -> list[torch.Tensor] | None
     ranks = group_ranks(group)
     if 0 not in ranks:
         return None
-    parts = [torch.empty_like(part) for _ in ranks] if is_first_rank() else None
+    parts = [torch.empty_like(part) for _ in ranks] if own_rank() == 0 else None
     dist.gather(part, parts, dst=0, group=group)
     return parts
-
-
-def world_size() -> int:
-    return dist.get_world_size()
 
 
 def is_initialized() -> bool:
     return dist.is_available() and dist.is_initialized()
 
 
-def job_store() -> Any:
-    """Return the job's store, or this attempt's part of it: torchrun may keep one store over restarts.
+def job_store(path: str = "") -> Any:
+    """Return the part of the job's store that belongs to this attempt: torchrun may keep one store over restarts.
 
     Where it makes a new one, the count of attempts is not used, because nodes may differ in it.
     """
-    store = dist.distributed_c10d._get_default_store()
     is_kept = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True)
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if is_kept else "0"
-    return store if attempt == "0" else dist.distributed_c10d.PrefixStore(f"attempt{attempt}", store)
+    store = dist.distributed_c10d._get_default_store()
+    return dist.distributed_c10d.PrefixStore(f"ds_hybridep/attempt{attempt}/{path}", store)
 
 
 def read_note(store: Any, key: str, limit_s: float) -> Any:
@@ -122,11 +106,11 @@ def backends_of(config: HybridEPConfig, device: torch.device) -> tuple[str, ...]
     Raises UnsupportedError if a backend or a level's congestion control is missing.
     """
     for index, level in enumerate(config.levels):
-        if (control := level.congestion_control) is not None and (refusal := why_not_permitted(control)):
+        if (control := level.congestion_control) is not None and not Options(1, control).are_permitted():
             raise UnsupportedError(
-                f'hybridep.levels[{index}].congestion_control is "{control}", but this system does not permit it '
-                f"({refusal}); load the module tcp_{control} and add {control} to "
-                "net.ipv4.tcp_allowed_congestion_control on every node, or leave the key out"
+                f'hybridep.levels[{index}].congestion_control is "{control}", but this system does not permit it; '
+                f"load the module tcp_{control} and add {control} to net.ipv4.tcp_allowed_congestion_control on every "
+                "node, or leave the key out"
             )
     return tuple(
         backend_for(level.backend, device, f"hybridep.levels[{index}].backend")
@@ -142,18 +126,3 @@ def backend_for(wanted: str, device: torch.device, where: str) -> str:
         reason = "this build of torch has none" if device.type == "cuda" else f"the model is on {device.type!r}"
         raise UnsupportedError(f'{where} is "nccl", but {reason}; set it to "auto" or "gloo"')
     return wanted
-
-
-def why_not_permitted(control: str) -> str:
-    """Return why connections of this process may not have this congestion control of TCP; empty if they may.
-
-    Linux's default, CUBIC, takes every lost frame for a full link: on 1 Gbit/s with 50 ms one way and 1% loss, one
-    connection carries 1 Mbit/s.  BBR measures the link's rate and sends at it: 190 Mbit/s.  Where nothing gets lost
-    CUBIC is the better one, because after a pause BBR sends a short message slowly.
-    """
-    try:
-        with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as one:
-            one.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, control.encode())
-    except (OSError, AttributeError) as error:
-        return str(error)
-    return ""

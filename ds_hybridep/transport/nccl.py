@@ -29,8 +29,7 @@ from torch import Tensor
 
 from ds_hybridep.errors import CommunicationError
 from ds_hybridep.transport.job import first_line, job_store
-from ds_hybridep.transport.staging import Part
-from ds_hybridep.transport.streams import DeviceStreams, Mark
+from ds_hybridep.transport.streams import DeviceStreams, Mark, Part
 from ds_hybridep.transport.waits import waiting
 
 if TYPE_CHECKING:
@@ -41,17 +40,19 @@ _ONE_BATCH_AT_A_TIME = threading.Lock()
 
 
 class NcclBatch:
-    """One batch under way: a transfer's device side, and the work that a thread waits for."""
+    """One batch under way; methods as those of `Pinned`."""
+
+    sends: Sequence[Part] = ()  # for the link
 
     def __init__(self, streams: DeviceStreams, arrived: Mark, tensors: Sequence[Tensor]) -> None:
         self._streams, self._arrived, self._tensors = streams, arrived, tensors
 
-    def wait(self, timeout: timedelta) -> None:
+    def wait(self, timeout_s: float) -> None:
         """Block until the batch is over.  Polls, because a wait for the device itself has no time limit."""
-        deadline = time.monotonic() + timeout.total_seconds()
+        deadline = time.monotonic() + timeout_s
         while not self._arrived.query():
             if time.monotonic() > deadline:
-                raise RuntimeError(f"passed the time limit of {timeout.total_seconds():g} s")
+                raise RuntimeError(f"passed the time limit of {timeout_s:g} s")
             time.sleep(NCCL_LOOK_S)
 
     def release_sends(self) -> None:
@@ -79,7 +80,7 @@ class NcclGroup:
                 # NCCL connects two ranks in the first batch that they share, and the host waits: no transfer may.
                 there, here = (torch.zeros(len(others), 1, dtype=torch.uint8, device=streams.device) for _ in range(2))
                 greeting = self.start(list(zip(others, there, strict=True)), list(zip(others, here, strict=True)))
-                greeting.wait(timedelta(seconds=transport.timeout_s))
+                greeting.wait(transport.timeout_s)
         except RuntimeError as error:
             raise CommunicationError(
                 f"rank {transport.rank}: connecting ranks {list(ranks)} for {name} over NCCL failed within the time "
@@ -109,8 +110,7 @@ def connect_nccl(name: str, ranks: tuple[int, ...], transport: "Transport", devi
     it names the group by the number of groups that a rank knows, which differs once users make groups.
     """
     members = hashlib.sha256("-".join(map(str, ranks)).encode()).hexdigest()[:16]
-    path = f"ds_hybridep/{transport.generation}/nccl/{name}/{members}"
-    store: Any = dist.distributed_c10d.PrefixStore(path, job_store())
+    store = job_store(f"{transport.generation}/nccl/{name}/{members}")
     index = ranks.index(transport.rank)
     kind, options = dist.ProcessGroup.BackendType.NCCL, dist.ProcessGroupNCCL.Options()
     options._timeout = timedelta(seconds=transport.timeout_s)

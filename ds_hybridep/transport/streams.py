@@ -10,10 +10,21 @@
 
 Encoding, decoding and sums of migration run in the side stream.  Copies between device and host have two more streams,
 one per direction, so that they delay neither computation nor each other.  A CPU has no streams: work runs at once.
+
+The link moves host memory.  One transfer of a device's tensors over it, step by step: who works, what it waits for,
+and what it does then:
+
+    start     outbound   the current stream so far    device -> pinned memory
+    send      host       those copies                 the link
+    receive   host       the link                     pinned memory
+    deliver   inbound    the current stream at start  pinned memory -> device
+              current    those copies
+
+The inbound copies also wait for the stream that called `start`, which may still use the memory that they fill.
 """
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -21,13 +32,7 @@ import torch
 from torch import Tensor
 
 Mark = Any  # a point in a stream
-
-
-class HostStreams:
-    """Streams of a CPU: all work runs at once."""
-
-    def synchronize(self) -> None:
-        """Return at once: all work is done."""
+Part = tuple[int, Tensor]  # (global rank, contiguous tensor that goes there or comes from there)
 
 
 class DeviceStreams:
@@ -79,16 +84,57 @@ class DeviceStreams:
         mark.record(self._side)
         self.follow(mark)
 
-    def synchronize(self) -> None:
-        """Block until the current stream is idle; call this before reading a clock."""
-        self._api.current_stream(self.device).synchronize()
-
     def pinned_like(self, tensor: Tensor) -> Tensor:
         """Return pinned host memory for a contiguous `tensor`; torch reuses it only after its copies have ended."""
         return torch.empty_like(tensor, device="cpu", pin_memory=True)
 
 
+class Pinned:
+    """Copies of one transfer's tensors in pinned host memory; arguments as in `Channel.start`.
+
+    is_awaited: True if a thread sleeps until the sends have reached the host, False if it polls.
+    """
+
+    def __init__(
+        self, streams: DeviceStreams, sends: Sequence[Part], receives: Sequence[Part], *, is_awaited: bool
+    ) -> None:
+        self._streams = streams
+        self._origins, self._places = [tensor for _, tensor in sends], [tensor for _, tensor in receives]
+        self._handed_over = streams.mark()
+        self.sends = [(rank, streams.pinned_like(tensor)) for rank, tensor in sends]
+        self.receives = [(rank, streams.pinned_like(tensor)) for rank, tensor in receives]
+        with streams.within(streams.outbound, after=self._handed_over):
+            for (_, copy), origin in zip(self.sends, self._origins, strict=True):
+                copy.copy_(origin, non_blocking=True)
+            self._copied = streams.mark(is_awaited=is_awaited)
+
+    def wait(self, _timeout_s: float) -> None:
+        """Block until the copies in `sends` are complete; RuntimeError if the device failed."""
+        if self._origins:
+            self._copied.synchronize()
+            self._origins = []
+
+    def release_sends(self) -> None:
+        self.sends = []
+
+    def deliver(self) -> None:
+        """Queue the copies of what has arrived, and make the current stream wait for them."""
+        with self._streams.within(self._streams.inbound, after=self._handed_over):
+            for (_, copy), place in zip(self.receives, self._places, strict=True):
+                # `.data`: as with the link's own writes, autograd graphs that saved these tensors must see no change.
+                place.data.copy_(copy, non_blocking=True)
+            arrived = self._streams.mark()
+        self._streams.follow(arrived)
+        self.receives, self._places = [], []
+
+
 @functools.cache
-def streams_of(device: torch.device) -> DeviceStreams | HostStreams:
-    """Return the streams that all layers and transfers of this process share on a device."""
-    return DeviceStreams(device) if device.type == "cuda" else HostStreams()
+def streams_of(device: torch.device) -> DeviceStreams | None:
+    """Return the streams that all layers and transfers of this process share on a device; None for a CPU."""
+    return DeviceStreams(device) if device.type == "cuda" else None
+
+
+def synchronize(device: torch.device) -> None:
+    """Block until the current stream is idle; call this before reading a clock."""
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()

@@ -44,12 +44,8 @@ def _event(transfer: Transfer, transport: Transport, zero_ns: int) -> dict[str, 
     """Return the event of a finished transfer, in the row of its level and kind, in the trace's microseconds."""
     purpose, level = transfer.purpose, transport.cluster.levels[transfer.channel.level]
     return {
-        "ph": "X",
-        "cat": TRANSFER_CATEGORY,
-        "pid": "hybridep transfers",
-        "tid": f"{purpose.kind} over {level.name}",
-        "name": str(purpose),
-        "ts": (transfer.start_ns - zero_ns) / _NS_PER_US,
-        "dur": (transfer.end_ns - transfer.start_ns) / _NS_PER_US,
+        "ph": "X", "cat": TRANSFER_CATEGORY, "name": str(purpose),
+        "pid": "hybridep transfers", "tid": f"{purpose.kind} over {level.name}",
+        "ts": (transfer.start_ns - zero_ns) / _NS_PER_US, "dur": (transfer.end_ns - transfer.start_ns) / _NS_PER_US,
         "args": {"kind": purpose.kind, "layer": purpose.layer, "bytes": transfer.num_bytes},
-    }
+    }  # fmt: skip

@@ -25,13 +25,13 @@ import re
 import sys
 import threading
 import time
+from collections.abc import Callable
 from math import inf
-from typing import Protocol
 
 import torch.distributed as dist
 
 from ds_hybridep.errors import AgreementError, CommunicationError
-from ds_hybridep.link import FAILED, LEFT, LOST, SILENT_S, Fact
+from ds_hybridep.link import FAILED, LEFT, LOST, SILENT_S, Fact, State
 from ds_hybridep.plan.cluster import Cluster
 from ds_hybridep.transport.agreement import agree
 from ds_hybridep.transport.diagnosis import ENDED, GONE, VERDICT, News, View, cause_of, peers_of, report
@@ -49,36 +49,25 @@ MAX_TEXT_BYTES = 1000  # of a fact
 _COMMUNICATION = re.compile(r"gloo|nccl|c10d|tcpstore|process ?group|connection (closed|reset) by peer", re.IGNORECASE)
 
 _running: "Watch | None" = None
-_owners: list["Owner"] = []
+_owners: list[Callable[[], int]] = []
 
 
-class Owner(Protocol):
-    """An attached engine, which is watched."""
+def start(cluster: Cluster, settings: LinkSettings, num_steps: Callable[[], int]) -> None:
+    """Watch over this job until `stop`; all ranks must call.  One watch serves all engines of a process.
 
-    def num_steps(self) -> int:
-        """Optimizer steps so far."""
-        ...
-
-    def last_transfer(self) -> str:
-        """Describe the transfer that this rank started last, for the message."""
-        ...
-
-
-def start(cluster: Cluster, settings: LinkSettings, owner: Owner) -> None:
-    """Watch over this job until `stop`; all ranks must call.  One watch serves all owners of a process.
-
+    num_steps: returns the optimizer steps that an engine has made.
     Raises AgreementError or CommunicationError if ranks do not come within the time limit.
     """
     global _running
     if _running is None and cluster.num_ranks > 1:
         _running = Watch(cluster, settings)
-    _owners.append(owner)
+    _owners.append(num_steps)
 
 
-def stop(owner: Owner) -> None:
+def stop(num_steps: Callable[[], int]) -> None:
     """Undo `start`."""
     global _running
-    _owners.remove(owner)
+    _owners.remove(num_steps)
     if not _owners and _running is not None:
         _running.leave()
         _running = None
@@ -100,8 +89,9 @@ class Watch:
         self._cause = ""
         self._link = open_link(cluster, agree({}, settings.timeout_s), settings)
         self._link.on_change, self._link.on_tick = self.on_change, self.on_tick
-        for fact in self._link.facts():
-            self.on_change(fact)
+        for peer in list(self._link.peers.values()):  # where a planner has opened the link
+            if peer.state is State.GONE:
+                self.on_change(Fact(peer.rank, LEFT if peer.has_left else GONE, peer.mail.cause))
         try:
             self._link.meet(peers_of(cluster, self.rank))
         except BaseException:
@@ -112,7 +102,7 @@ class Watch:
     def leave(self) -> None:
         """Stop watching."""
         atexit.unregister(self._at_exit)
-        self._link.on_change = self._link.on_tick = None
+        self._link.on_change, self._link.on_tick = lambda fact: None, lambda: None
         self._link.leave()
 
     # -- news -------------------------------------------------------------------------------------------------------
@@ -151,7 +141,7 @@ class Watch:
 
     def on_tick(self) -> None:
         """Look at what has become of this rank's waits, and of its main thread."""
-        self._link.outgoing.progress = _num_steps()
+        self._link.progress = _num_steps()
         error = self._link.failure()
         if error is not None and not threading.main_thread().is_alive():  # other threads may still run for long
             self._announce_failure(error)
@@ -194,15 +184,10 @@ class Watch:
         """Return all that this rank knows."""
         peers = dict(self._link.peers)
         return View(
-            rank=self.rank,
-            cluster=self.cluster,
-            timeout_s=self.timeout_s,
-            step=_num_steps(),
+            rank=self.rank, cluster=self.cluster, timeout_s=self.timeout_s, step=_num_steps(),
             ages={rank: peer.age_s() for rank, peer in peers.items()},
-            steps={rank: peer.progress for rank, peer in peers.items()},
-            news=tuple(dict(self._news).values()),
-            last_transfer=next((owner.last_transfer() for owner in reversed(_owners)), ""),
-        )
+            steps={rank: peer.progress for rank, peer in peers.items()}, news=tuple(dict(self._news).values()),
+        )  # fmt: skip
 
     # -- the end of this process --------------------------------------------------------------------------------------
 
@@ -272,4 +257,4 @@ def _abort_groups() -> None:
 
 
 def _num_steps() -> int:
-    return max((owner.num_steps() for owner in _owners), default=0)
+    return max((num_steps() for num_steps in _owners), default=0)

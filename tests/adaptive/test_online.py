@@ -19,12 +19,12 @@ from ds_hybridep.config_codecs import PATCH
 from ds_hybridep.plan.cluster import Cluster, Level, Link
 from ds_hybridep.plan.costs import row_counts
 from ds_hybridep.plan.layout import IDENTITY, CodecCost, Rates
-from ds_hybridep.plan.stream_model import StepPrediction, StepTerms
+from ds_hybridep.plan.stream_model import StepPrediction
 from ds_hybridep.plan.workload import MoEModel, Workload
 
 MODEL = MoEModel(
-    name="toy", hidden=64, num_experts=8, top_k=2, num_moe_layers=4, expert_params=33_000, dense_params=100_000,
-    active_dense_params=80_000,
+    name="toy", hidden=64, num_experts=8, top_k=2, num_moe_layers=4, expert_shapes=((33_000,),),
+    dense_shapes=((100_000,),), active_dense_params=80_000,
 )  # fmt: skip
 RATES = Rates(flops_per_s=1e10, exchange_s=1e-3, all_to_all_s=1e-3)
 INT8 = CodecCost("int8", ratio=4.0)
@@ -162,7 +162,7 @@ class Priced:
     workload: Any = dataclasses.field(default_factory=lambda: SimpleNamespace(tokens_per_rank=1))
 
     def predict(self, option):
-        return StepPrediction(StepTerms(tokens_s=self.cluster[option]), ({},))
+        return StepPrediction({"tokens_s": self.cluster[option]}, ({},))
 
     def memory(self, option):
         return SimpleNamespace(total_bytes=0.0)

@@ -86,9 +86,10 @@ def test_a_cluster_file_and_a_model_file(capsys, tmp_path):
     cluster.write_text(
         "levels:\n- {name: dc, size: 2, bandwidth_gbps: 1}\n- {name: node, size: 2}\n- {name: gpu, size: 2}\n"
     )
-    content = {"layers": 2, "hidden": 64, "ffn": 256, "experts": 8, "top_k": 2, "tokens": 77, "dtype": "fp32"}
+    content = {"layers": 2, "hidden": 64, "ffn": 256, "experts": 8, "top_k": 2}
     model.write_text(json.dumps(content))
-    code, out, _ = run(capsys, "plan", "--model", str(model), "--cluster", str(cluster))
+    arguments = ("--model", str(model), "--cluster", str(cluster), "--tokens", "77", "--dtype", "fp32")
+    code, out, _ = run(capsys, "plan", *arguments)
     assert code == 0
     assert out.startswith("toy: ")
     assert "dc (2) 1 Gbit/s; node (2) 8 Gbit/s assumed; gpu (2) 64 Gbit/s assumed" in out

@@ -14,9 +14,8 @@ hidden: 256
 ffn: 512
 experts: 16
 top_k: 2
-tokens: 2048
 """
-CLUSTER = ("--dcs", "4x2", "--wan", "1gbps", "--delay", "2ms", "--lan", "100gbps")
+CLUSTER = ("--dcs", "4x2", "--wan", "1gbps", "--delay", "2ms", "--lan", "100gbps", "--tokens", "2048")
 
 
 @pytest.fixture

@@ -20,11 +20,13 @@ FAKE_COMPILE = Path(__file__).with_name("fake_compile.py")
 def forget_builds():
     """Let load_kernels decide anew, now and for the tests that follow."""
     caches = (build._extension_or_reason, build._kernels_of, build._warn_once, build.load_codec_kernels)
+    loaded = list(build._loaded)
     for cache in caches:
         cache.cache_clear()
     yield
     for cache in caches:
         cache.cache_clear()
+    build._loaded[:] = loaded
 
 
 @pytest.fixture

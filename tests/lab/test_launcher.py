@@ -2,7 +2,7 @@
 """Ranks on emulated hosts: what they compute, what is logged, and how a run that goes wrong ends."""
 
 import io
-import json
+import re
 import shutil
 import signal
 import subprocess
@@ -14,8 +14,9 @@ from scripts import output_of
 
 from ds_hybridep.commands import lab as lab_command
 from ds_hybridep.commands.main import main
-from ds_hybridep.lab import namespaces
-from ds_hybridep.lab.launcher import rank_environment, run_ranks
+from ds_hybridep.errors import ConfigError
+from ds_hybridep.lab import namespaces, network
+from ds_hybridep.lab.launcher import RankProcesses, rank_environment, run_ranks
 from ds_hybridep.lab.network import EmulatedNetwork
 from ds_hybridep.lab.topology import LinkSpec, Topology
 
@@ -61,12 +62,12 @@ def test_a_rank_that_fails_is_named_and_the_others_are_ended(net, tmp_path):
     assert str(result).startswith("FAILED: rank 2 exited with code 7")
 
 
-def test_on_loopback_a_rank_that_a_signal_ended_is_named(tmp_path):
-    command = ["sh", "-c", "test $RANK = 0 || kill -9 $$; sleep 300"]
-    result = run_ranks(None, command, num_ranks=2, log_dir=tmp_path)
-    assert result.failure == "rank 1 was ended by SIGKILL"
-    assert result.exit_codes == (-signal.SIGKILL, -signal.SIGKILL)
-    assert result.uplinks == ()
+@pytest.mark.dist
+def test_a_rank_that_a_signal_ended_is_named(net, tmp_path):
+    command = ["sh", "-c", "test $RANK = 0 || kill -9 $$; exec sleep 300"]
+    result = run_ranks(net, command, log_dir=tmp_path)
+    assert re.match("rank [123] was ended by SIGKILL", result.failure)
+    assert result.exit_codes == (-signal.SIGKILL,) * 4
 
 
 @pytest.mark.dist
@@ -77,13 +78,6 @@ def test_the_time_limit_ends_ranks_that_hang_and_names_them(net, tmp_path):
     assert result.failure == "time limit of 2 s reached with rank(s) 1, 3 still running"
     assert result.exit_codes == (0, -signal.SIGKILL, 0, -signal.SIGKILL)
     assert result.failed_ranks == ()
-
-
-def test_events_happen_in_the_course_of_a_run(tmp_path):
-    happened = []
-    events = [(0.1, lambda: happened.append(1)), (0.2, lambda: happened.append(2)), (90.0, lambda: happened.append(3))]
-    assert run_ranks(None, ["sleep", "1"], num_ranks=1, log_dir=tmp_path, events=events).is_success
-    assert happened == [1, 2]
 
 
 def lab_of_one(tmp_path, script):
@@ -136,26 +130,17 @@ def test_the_lab_subcommand(permitted, tmp_path, capsys):
     assert "FAILED: time limit of 0.3 s reached with rank(s) 0, 1 still running" in capsys.readouterr().out
 
 
-@pytest.mark.dist
-@pytest.mark.slow
-def test_on_loopback_the_result_is_called_modelled(tmp_path, capsys):
-    run_record = tmp_path / "run.json"
-    run_record.write_text(json.dumps({"steps": 1, "levels": [{"sent_bytes": {"tokens": 2_896_000}}]}))
-    line = ["lab", "--modelled", str(run_record), "--dcs", "2x1", "--wan", "100mbit", "--log-dir", str(tmp_path)]
-    assert main([*line, "--", *ALLREDUCE]) == 0
-    shown = capsys.readouterr().out
-    assert "rank 0 of 2: 3" in shown
-    assert "modelled: 0.1211 s per step on each uplink" in shown
-    assert "MB out" not in shown
-
-
-def test_where_namespaces_are_not_permitted_the_way_out_is_said(monkeypatch, capsys):
+def test_where_namespaces_are_not_permitted_the_reason_is_said(monkeypatch, capsys):
     monkeypatch.setattr(lab_command, "become_root", lambda: None)  # would start this test process anew
-    monkeypatch.setattr(lab_command, "why_not_permitted", lambda with_delay: "no root here")
+    monkeypatch.setattr(network, "TOOLS", ("no-such-tool",))
+    monkeypatch.setattr(network.os, "geteuid", lambda: 0)
     assert main(["lab", "--dcs", "2x1", "--wan", "1gbit", "--", "true"]) == 2
-    assert capsys.readouterr().err == (
-        "ds_hybridep: no root here\nTo run on loopback and compute what the WAN would cost, add --modelled RUN.json.\n"
-    )
+    assert capsys.readouterr().err == "ds_hybridep: no-such-tool not found: install iproute2\n"
+
+
+def test_a_command_that_does_not_exist_is_named(tmp_path):
+    with pytest.raises(ConfigError, match="command: got 'no-such-program -x', wanted a program in PATH"):
+        RankProcesses(None, ["no-such-program", "-x"], num_ranks=1, log_dir=tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -166,10 +151,6 @@ def test_where_namespaces_are_not_permitted_the_way_out_is_said(monkeypatch, cap
         (["--dcs", "2x2", "--wan", "1gbit", "--delay", "10", "--", "true"], "--delay: got '10'"),
         (["--dcs", "2x2", "--wan", "1gbit", "--timeout", "soon", "--", "true"], "--timeout: got 'soon'"),
         (["--dcs", "2x2", "--wan", "1gbit"], "command: nothing to run; put it behind --"),
-        (
-            ["--modelled", "x", "--dcs", "2x2", "--wan", "1gbit", "--", "no-such-program", "-x"],
-            "command: got 'no-such-program -x', wanted a program in PATH",
-        ),
     ],
 )
 def test_wrong_arguments_are_named(line, message, capsys):

@@ -15,10 +15,10 @@ from traffic import flowing, running, serving
 from ds_hybridep.errors import ConfigError, LabError
 from ds_hybridep.lab import delay, namespaces, network
 from ds_hybridep.lab.network import EmulatedNetwork, why_not_permitted
-from ds_hybridep.lab.topology import SEGMENT_FRAME_BYTES, SEGMENT_PAYLOAD_BYTES, LinkSpec, Topology
+from ds_hybridep.lab.topology import SEGMENT_FRAME_BYTES, LinkSpec, Topology
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-GOODPUT_SHARE = SEGMENT_PAYLOAD_BYTES / SEGMENT_FRAME_BYTES
+GOODPUT_SHARE = 1448 / SEGMENT_FRAME_BYTES  # 1500 - 20 (IP) - 20 (TCP) - 12 (TCP timestamps)
 
 
 DATAGRAM_SENDER = """

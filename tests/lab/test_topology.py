@@ -5,8 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ds_hybridep.errors import ConfigError, LabError
-from ds_hybridep.lab.modelled import modelled_wan
+from ds_hybridep.errors import ConfigError
 from ds_hybridep.lab.shaper import burst_bytes, queue_bytes, segment_batch_bytes
 from ds_hybridep.lab.topology import LinkSpec, Topology, parse_duration, parse_rate, parse_share
 
@@ -80,21 +79,3 @@ def test_shaper_settings_hold_at_least_what_one_packet_needs(bits_per_s):
     assert 1514 <= batch <= 65536
     assert batch <= burst_bytes(bits_per_s) < queue_bytes(bits_per_s, 0.0) <= queue_bytes(bits_per_s, 0.2)
     assert queue_bytes(bits_per_s, 0.0) >= 4 * 2**20
-
-
-def test_modelled_seconds_are_bytes_over_rate_and_say_what_they_are():
-    record = {"steps": 10, "levels": [{"sent_bytes": {"tokens": 14_480_000, "dense": None}, "waits": 40}]}
-    links = LinkSpec(wan_bits_per_s=100e6, wan_delay_s=0.010)
-    # 500 segments of 1448 bytes in frames of 1514, and four delays.
-    assert modelled_wan(record, TWO_BY_TWO, links) == (
-        "modelled: 0.1006 s per step on each uplink and direction (0.724 MB: 0.0606 s, latency: 0.0400 s), "
-        "none of it overlapped"
-    )
-
-
-@pytest.mark.parametrize(
-    "record", [{}, {"steps": 1}, {"steps": 1, "levels": [{}]}, {"steps": 0, "levels": [{"sent_bytes": {"tokens": 1}}]}]
-)
-def test_a_record_without_bytes_cannot_be_charged(record):
-    with pytest.raises(LabError, match=r"run record has no steps and levels\[0\].sent_bytes"):
-        modelled_wan(record, TWO_BY_TWO, LinkSpec())

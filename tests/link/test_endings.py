@@ -24,10 +24,10 @@ def first():
 
 def wait_for_fact(link, kind):
     deadline = time.monotonic() + LIMIT_S
-    while not any(fact.kind == kind for fact in link.facts()):
-        assert time.monotonic() < deadline, link.facts()
+    while not any(fact.kind == kind for fact in link.heard):
+        assert time.monotonic() < deadline, link.heard
         time.sleep(0.02)
-    return next(fact for fact in link.facts() if fact.kind == kind)
+    return next(fact for fact in link.heard if fact.kind == kind)
 
 
 @pytest.mark.dist
@@ -91,7 +91,7 @@ channel.receive(0, max_bytes=10).wait(60)
 
 @pytest.mark.dist
 def test_a_script_that_ends_while_its_peer_does_not_read_does_not_hang(first):
-    first._early_bytes = 1000  # and rank 0 waits for nothing
+    first.early_bytes = 1000  # and rank 0 waits for nothing
     with Process(first, "channel.send(0, bytes(50_000_000))") as process:
         assert process.end()[0] == 0
 
@@ -103,7 +103,7 @@ def test_an_announcement_reaches_all_peers_also_after_a_reset():
             lane.sock.shutdown(2)
         left.announce("preempted", "in 30 s")
         assert heard.wait(LIMIT_S)
-        assert [(fact.rank, fact.kind, fact.text) for fact in right.facts()] == [(0, "preempted", "in 30 s")]
+        assert [(fact.rank, fact.kind, fact.text) for fact in right.heard] == [(0, "preempted", "in 30 s")]
 
 
 def test_a_caller_that_failed_is_not_held_by_its_handle():

@@ -49,7 +49,7 @@ def test_a_rank_that_keeps_the_lock_of_python_for_ten_times_timeout_s_lives(seco
             if name != "compiled":
                 pytest.skip("compiled kernels cannot be built here")
             assert time.monotonic() - begin > seconds
-            assert [fact.kind for fact in first.facts() if fact.kind != "left"] == []
+            assert [fact.kind for fact in first.heard if fact.kind != "left"] == []
     finally:
         first.close()
 
@@ -132,12 +132,12 @@ def test_links_are_made_again_and_again_and_leave_nothing_behind():
 def test_a_rank_that_has_made_its_link_again_is_connected_anew():
     first, second = make_link(0), make_link(1)
     try:
-        for _ in range(3):
+        for turn in range(3):
             connect_all([first, second])
             second.channel("x", (0, 1)).send(0, b"here")
             assert first.channel("x", (0, 1)).receive(1, max_bytes=4).wait(LIMIT_S) == b"here"
             second.close()
-            assert [fact.kind for fact in first.facts()] == ["left"]
+            assert [fact.kind for fact in first.heard] == ["left"] * (turn + 1)
             second = make_link(1)
     finally:
         close_all([first, second])
@@ -190,7 +190,7 @@ def test_the_exception_of_a_notebooks_cell_is_no_failure_of_the_script(monkeypat
         monkeypatch.setattr(sys, "last_value", ValueError("of a cell"), raising=False)
         assert str(link.failure()) == "of a cell"
         time.sleep(0.3)
-        link.outgoing.progress += 1  # a step was made after it
+        link.progress += 1  # a step was made after it
         deadline = time.monotonic() + LIMIT_S
         while link.failure() is not None:
             assert time.monotonic() < deadline

@@ -11,8 +11,6 @@ from paper_closed_form import (
     latency_s,
 )
 
-from ds_hybridep.errors import PlanError
-
 properties = settings(max_examples=200)
 
 
@@ -53,8 +51,3 @@ def test_case_1_gathers_what_hides_behind_pre_expert_computation():
 def test_case_2_without_anything_to_hide_behind_is_plain_ep():
     case = PaperCase(num_gpus=5, token_bytes=1e6, expert_bytes=1e6, bandwidth_bytes_per_s=1e6, pre_expert_s=0.0)
     assert best_share(case) == 1.0
-
-
-def test_one_gpu_has_no_closed_form():
-    with pytest.raises(PlanError, match="num_gpus is 1"):
-        PaperCase(num_gpus=1, token_bytes=1, expert_bytes=1, bandwidth_bytes_per_s=1, pre_expert_s=0)

@@ -50,7 +50,6 @@ def differing_levels(partition, rank_a, rank_b):
 def test_rank_and_position_are_a_bijection(partition):
     positions = [partition.position_of(rank) for rank in partition.group_ranks]
     assert sorted(positions) == list(itertools.product(*(range(span) for span in partition.spans)))
-    assert [partition.rank_at_position(position) for position in positions] == list(partition.group_ranks)
 
 
 @properties
@@ -137,8 +136,6 @@ def test_gather_and_exchange_join_the_ranks_whose_positions_differ_at_one_level(
 @given(partitions(), st.integers(1, 3))
 def test_every_expert_has_one_owner_and_one_slot(partition, experts_per_rank):
     num_experts = experts_per_rank * len(partition.group_ranks)
-    owned = [expert for rank in partition.group_ranks for expert in partition.experts_of_rank(rank, num_experts)]
-    assert owned == list(range(num_experts))
     slots = [partition.domain_experts(domain, num_experts) for domain in range(partition.num_domains)]
     assert sorted(itertools.chain(*slots)) == list(range(num_experts))
     for domain_index, experts in enumerate(slots):
@@ -146,7 +143,7 @@ def test_every_expert_has_one_owner_and_one_slot(partition, experts_per_rank):
             owner = partition.group_ranks[expert // experts_per_rank]
             assert partition.domain_index(owner) == domain_index
             assert partition.offset_index(owner) == slot // experts_per_rank
-            assert partition.experts_of_rank(owner, num_experts)[slot % experts_per_rank] == expert
+            assert slot % experts_per_rank == expert % experts_per_rank
 
 
 @properties
@@ -201,7 +198,6 @@ def test_a_strided_group_spans_both_dcs():
     assert partition.spans == (2, 2)
     assert partition.domain_ranks(5) == (5, 13)
     assert partition.exchange_peers(5, 1) == (1, 5)
-    assert partition.experts_of_rank(13, 8) == range(6, 8)
     assert partition.domain_experts(0, 8) == (0, 1, 4, 5)
 
 
@@ -214,7 +210,6 @@ def test_a_consecutive_group_stays_inside_one_dc():
 
 def test_experts_follow_the_order_of_the_group_not_of_the_ranks():
     partition = Partition.build(cluster_of(4), [2, 0, 3, 1], [2])
-    assert partition.experts_of_rank(2, 4) == range(0, 1)
     assert partition.domain_experts(0, 4) == (1, 3)
 
 
@@ -280,7 +275,7 @@ def test_one_domain_size_per_level_is_needed():
 def test_experts_that_cannot_be_shared_evenly_are_refused():
     partition = whole([2, 3], [1, 1])
     for num_experts in (0, 8):
-        message = refusal(partition.experts_of_rank, 0, num_experts)
+        message = refusal(partition.domain_experts, 0, num_experts)
         assert re.search(rf"{num_experts} experts .* 6 ranks .* ep_size", message)
 
 
@@ -288,4 +283,3 @@ def test_queries_outside_the_group_are_refused():
     partition = Partition.build(cluster_of(2, 4), range(4, 8), [1, 2])
     for query in (partition.position_of, partition.domain_of, partition.offset_index, partition.domain_ranks):
         assert "rank 3 is not in the expert-parallel group of ranks 4, 5, 6, 7" in refusal(query, 3)
-    assert "rank 3 is not in" in refusal(partition.experts_of_rank, 3, 4)

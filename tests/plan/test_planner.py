@@ -19,7 +19,7 @@ from ds_hybridep.plan.planner import TIE, make_plan, price_all
 from ds_hybridep.plan.question import Question, candidate_groups
 from ds_hybridep.plan.summary import describe, ds_config_block
 from ds_hybridep.plan.workload import Workload
-from ds_hybridep.simulate.comparison import Conditions
+from ds_hybridep.simulate.comparison import scenario_of
 from ds_hybridep.simulate.simulator import simulate
 
 NUM_ON_RECORD = 4  # of the plans that lost
@@ -36,9 +36,12 @@ def cluster_of(sizes, gbps, latency_s=0.0):
 def question_of(name, sizes=(2, 8), gbps=(10, 800), latency_s=0.005, tokens=16384, **settings):
     workload_settings = settings.pop("workload", {})
     model = model_from_mapping(read_model_file(name), name)
+    # Attention scores of sequences of 4096 tokens cost as many FLOPs as so many parameters.
+    scores = 4096 * model.widths.num_layers * model.widths.attention_out
+    model = dataclasses.replace(model, active_dense_params=model.active_dense_params + scores)
     return Question(
         cluster=cluster_of(sizes, gbps, latency_s),
-        workload=Workload(model=model, tokens_per_rank=tokens, seq_len=4096, **workload_settings),
+        workload=Workload(model=model, tokens_per_rank=tokens, **workload_settings),
         rates=Rates(flops_per_s=4e14),
         **settings,
     )
@@ -56,7 +59,7 @@ CASES = {
     "qwen3-2x8-10gbps": question_of("Qwen3-30B-A3B"),
     "qwen3-2x8-lora": question_of(
         "Qwen3-30B-A3B",
-        workload={"trainable_expert_params": 67584, "trainable_dense_params": 10_000_000, "zero_stage": 2},
+        workload={"trainable_expert_shapes": ((67584,),), "trainable_dense_shapes": ((10_000_000,),), "zero_stage": 2},
         tokens=4096,
     ),
     "qwen3-2x8-recommended": asked("Qwen3-30B-A3B", "--accumulation", "4", "--checkpointing", "--memory", "80"),
@@ -143,7 +146,7 @@ def test_data_parallel_over_the_slow_level_is_a_plan_with_codecs():
     plan = make_plan(question)
     best = next(one for one in plan.others if one.group == ExpertGroup(8))
     assert best.layout.domain_sizes == (1, 1)
-    assert [codecs.label for codecs in best.layout.codecs] == ["recommended", "identity/identity"]
+    assert [codecs.label for codecs in best.layout.codecs] == ["recommended", "exact"]
     sent = best.prediction.uplink_bytes[0]
     assert sent["tokens"] == sent["expert_weights"] == sent["expert_gradients"] == 0
     exact = next(way for way in plan.alternatives if way.name.endswith("across, exact"))
@@ -233,7 +236,7 @@ def test_a_better_way_that_deepspeed_has_already_is_named():
     """Large adapters and no room for gradient sums: data parallel over the slow link beats a group over it."""
     question = question_of(
         "Qwen3-30B-A3B",
-        workload={"trainable_expert_params": 675840, "trainable_dense_params": 0, "micro_steps": 4},
+        workload={"trainable_expert_shapes": ((675840,),), "trainable_dense_shapes": (), "micro_steps": 4},
         groups=(ExpertGroup(16),),
         memory_bytes=4.16e10,  # not enough for replicas that stay
         tokens=2048,
@@ -243,8 +246,7 @@ def test_a_better_way_that_deepspeed_has_already_is_named():
 
 def test_a_pipeline_of_more_stages_than_layers_does_not_exist():
     question = question_of("Mixtral-8x7B", (64,), (10,), tokens=64)
-    pipeline = make_plan(question).alternatives[-2]
-    assert (pipeline.step_s, pipeline.note) == (None, "fewer than 64 layers")
+    assert not any(way.name.startswith("pipeline") for way in make_plan(question).alternatives)
 
 
 @settings(max_examples=25)
@@ -276,10 +278,9 @@ def test_what_is_recommended_for_80_gb_fits_and_is_what_the_simulator_finds(name
     assert best.memory.activation_bytes > 5e9
     assert best.step_s <= MOST_S.get(name, 4.0)
     for one in (best, next(one for one in plan.others if one.layout.state == "host")):
-        step = simulate(Conditions().scenario(question, one.layout))
+        step = simulate(scenario_of(question, one.layout))
         assert step.step_s == pytest.approx(one.step_s, rel=0.05), one.label
     for way in plan.alternatives:
-        assert way.memory_bytes is not None, way.name
         assert (way.lacking_bytes > 0) == (way.memory_bytes > 80e9) == ("more memory than there is" in way.note)
 
 

@@ -12,7 +12,7 @@ from ds_hybridep.errors import PlanError
 from ds_hybridep.integration import estimate
 from ds_hybridep.plan import depth
 from ds_hybridep.plan.cluster import Cluster, Level, Link
-from ds_hybridep.plan.costs import COMPACT_BYTES, ranks_below, row_counts
+from ds_hybridep.plan.costs import COMPACT_BYTES, HOST_BYTES_PER_S, ranks_below, row_counts
 from ds_hybridep.plan.layout import BY_DEEPSPEED, CodecCost, ExpertGroup, Layout, LevelCodecs, Rates
 from ds_hybridep.plan.memory import memory_of
 from ds_hybridep.plan.model_sizes import model_from_mapping
@@ -65,7 +65,7 @@ def test_waiting_for_gradients_later_never_takes_longer(case):
 def test_terms_are_not_negative_and_add_up(case):
     cluster, layout, workload, rates = case
     prediction = predict(cluster, layout, workload, rates)
-    terms = prediction.terms.as_dict()
+    terms = prediction.terms_s
     assert all(seconds >= 0 for seconds in terms.values())
     assert prediction.step_s == pytest.approx(sum(terms.values()))
 
@@ -113,7 +113,7 @@ def test_a_packet_keeps_the_codec_of_the_slowest_level_that_it_crossed():
 
 def test_adapters_alone_travel():
     layout = layout_of((2, 2), (2, 1))
-    full, adapters = toy(), toy(trainable_expert_params=331)
+    full, adapters = toy(), toy(trainable_expert_shapes=((331,),))
     share = 331 / TOY.expert_params
     assert packet_bytes(layout, adapters, "weights")[0] == pytest.approx(
         share * packet_bytes(layout, full, "weights")[0]
@@ -199,11 +199,11 @@ def test_experts_held_by_several_groups_are_synchronised():
     around = predict(cluster_of(2, 2), layout_of((1, 2), (1, 1)), toy(), rates_of_toy, BY_DEEPSPEED)
     assert around.uplink_bytes[0]["expert_sync"] == pytest.approx(3 * 0.5 * 8 * 4 * 33088 * 4)
     assert inside.uplink_bytes[0]["tokens"] == 0
-    assert predict(cluster_of(2, 2), layout_of((2, 2), (1, 1)), toy(), rates_of_toy).terms.expert_sync_s == 0
+    assert predict(cluster_of(2, 2), layout_of((2, 2), (1, 1)), toy(), rates_of_toy).terms_s["expert_sync_s"] == 0
 
 
 def test_hierarchical_sums_cross_once_per_child():
-    workload = toy(zero_stage=0, trainable_dense_params=20)  # 80 bytes
+    workload = toy(zero_stage=0, trainable_dense_shapes=((20,),))  # 80 bytes
     prediction = predict(cluster_of(2, 4), layout_of((2, 4), (1, 1)), workload, rates_of_toy)
     assert [kinds["dense_sync"] for kinds in prediction.uplink_bytes] == pytest.approx([80.0, 120.0])
     ring = predict(cluster_of(2, 4), layout_of((2, 4), (1, 1)), workload, rates_of_toy, BY_DEEPSPEED)
@@ -235,10 +235,10 @@ def test_bytes_break_even_at_known_token_counts(name, gpus, thousands):
 def one_way(num_layers, transfer_s, compute_s, **settings):
     """A toy of which each layer's packet takes `transfer_s`, and each layer's forward `compute_s`."""
     model = MoEModel(
-        name="line", hidden=1, num_experts=2, top_k=1, num_moe_layers=num_layers, expert_params=1000,
-        dense_params=num_layers, active_dense_params=num_layers,
+        name="line", hidden=1, num_experts=2, top_k=1, num_moe_layers=num_layers, expert_shapes=((1000,),),
+        dense_shapes=((num_layers,),), active_dense_params=num_layers,
     )  # fmt: skip
-    workload = Workload(model=model, tokens_per_rank=1, param_bytes=1, trainable_dense_params=0, zero_stage=0)
+    workload = Workload(model=model, tokens_per_rank=1, param_bytes=1, trainable_dense_shapes=(), zero_stage=0)
     cluster = Cluster((Level("dc", 2, Link(1000 / transfer_s, 0.0)),))
     return predict(cluster, layout_of((2,), (2,), **settings), workload, Rates(flops_per_s=2 / compute_s,
                                                                               expert_flops_per_s=FAST))  # fmt: skip
@@ -246,19 +246,19 @@ def one_way(num_layers, transfer_s, compute_s, **settings):
 
 def test_sixteen_layers_on_a_serial_link_are_not_hidden_one_by_one():
     """Transfer twice the computation: all 16 packets have to pass, whatever each layer computes meanwhile."""
-    terms = one_way(16, transfer_s=2.0, compute_s=1.0).terms
-    assert terms.expert_weights_s + 16 * 1.0 == pytest.approx(32.0)
+    terms = one_way(16, transfer_s=2.0, compute_s=1.0).terms_s
+    assert terms["expert_weights_s"] + 16 * 1.0 == pytest.approx(32.0)
     # Backward: 2 s of computation a layer hide all but the last packet.
-    assert terms.expert_gradients_s == pytest.approx(2.0 - 2.0 + 0.0, abs=1e-6)
+    assert terms["expert_gradients_s"] == pytest.approx(2.0 - 2.0 + 0.0, abs=1e-6)
 
 
 def test_fast_links_hide_all_but_the_first_packet(monkeypatch):
-    terms = one_way(8, transfer_s=0.5, compute_s=1.0).terms
-    assert terms.expert_weights_s == pytest.approx(0.0, abs=1e-6)  # computation before the first experts hides it
-    assert terms.expert_gradients_s == pytest.approx(0.0, abs=1e-6)
+    terms = one_way(8, transfer_s=0.5, compute_s=1.0).terms_s
+    assert terms["expert_weights_s"] == pytest.approx(0.0, abs=1e-6)  # computation before the first experts hides it
+    assert terms["expert_gradients_s"] == pytest.approx(0.0, abs=1e-6)
     monkeypatch.setattr(depth, "RETURNING_BYTES", 0)  # no room for what returns
-    without_overlap = one_way(8, transfer_s=0.5, compute_s=1.0, prefetch_depth=0).terms
-    assert without_overlap.expert_gradients_s == pytest.approx(8 * 0.5)
+    without_overlap = one_way(8, transfer_s=0.5, compute_s=1.0, prefetch_depth=0).terms_s
+    assert without_overlap["expert_gradients_s"] == pytest.approx(8 * 0.5)
 
 
 def test_rows_share_a_link_with_packets_in_flight():
@@ -275,8 +275,8 @@ def test_each_level_of_a_gather_adds_its_latency_once():
     far = cluster_of(2, 2, bandwidth=1e12, latency_s=0.1)
     slow = predict(far, layout, toy(zero_stage=0), rates)
     assert quiet.step_s < 1e-3
-    assert slow.terms.expert_weights_s == pytest.approx(0.2, rel=1e-3)
-    assert slow.terms.expert_gradients_s == pytest.approx(0.2, rel=1e-3)
+    assert slow.terms_s["expert_weights_s"] == pytest.approx(0.2, rel=1e-3)
+    assert slow.terms_s["expert_gradients_s"] == pytest.approx(0.2, rel=1e-3)
 
 
 def test_accumulation_moves_experts_once_and_tokens_each_time():
@@ -284,7 +284,7 @@ def test_accumulation_moves_experts_once_and_tokens_each_time():
     once, four = (predict(cluster, layout, toy(micro_steps=count), rates_of_toy) for count in (1, 4))
     assert four.uplink_bytes[0] == once.uplink_bytes[0]
     assert four.uplink_bytes[1]["tokens"] == 4 * once.uplink_bytes[1]["tokens"]
-    assert four.terms.dense_s == pytest.approx(4 * once.terms.dense_s)
+    assert four.terms_s["dense_s"] == pytest.approx(4 * once.terms_s["dense_s"])
 
 
 def test_codecs_cost_time_and_save_bytes():
@@ -294,16 +294,16 @@ def test_codecs_cost_time_and_save_bytes():
     before, after = (predict(cluster_of(2, 2), layout, toy(), rates_of_toy) for layout in (exact, small))
     assert after.uplink_bytes[0]["expert_weights"] == pytest.approx(before.uplink_bytes[0]["expert_weights"] / 50)
     own_s = 4 * 2 * toy().expert_travel_bytes / 1e9
-    assert after.terms.codec_s == pytest.approx(4 * own_s)  # encode and decode, both ways
+    assert after.terms_s["codec_s"] == pytest.approx(4 * own_s)  # encode and decode, both ways
     assert after.step_s < before.step_s
 
 
 def test_without_overlap_every_packet_is_waited_for():
     layout, rates = layout_of((2, 2), (2, 1)), Rates(flops_per_s=1e9, overlap=0.0)
     prediction = predict(cluster_of(2, 2), layout, toy(), rates)
-    terms, sent = prediction.terms, prediction.uplink_bytes[0]
-    assert terms.expert_weights_s == pytest.approx(sent["expert_weights"] / 1e6)
-    assert terms.expert_gradients_s == pytest.approx(sent["expert_gradients"] / 1e6)
+    terms, sent = prediction.terms_s, prediction.uplink_bytes[0]
+    assert terms["expert_weights_s"] == pytest.approx(sent["expert_weights"] / 1e6)
+    assert terms["expert_gradients_s"] == pytest.approx(sent["expert_gradients"] / 1e6)
     hidden, half = (
         predict(cluster_of(2, 2), layout, toy(), Rates(flops_per_s=1e9, overlap=overlap)).step_s
         for overlap in (1.0, 0.5)
@@ -315,23 +315,23 @@ def test_without_overlap_every_packet_is_waited_for():
 def test_rows_flow_while_the_host_is_busy_with_their_messages():
     layout = layout_of((2, 2), (1, 1))
     quick, slow = (
-        predict(cluster_of(2, 2), layout, toy(), Rates(flops_per_s=FAST, exchange_s=seconds)).terms
+        predict(cluster_of(2, 2), layout, toy(), Rates(flops_per_s=FAST, exchange_s=seconds)).terms_s
         for seconds in (1e-6, 10.0)
     )
-    assert slow.tokens_s == 0.0
-    assert 0.0 < quick.tokens_s
-    assert quick.tokens_s + quick.host_s < 10
-    assert slow.host_s == pytest.approx(4 * 4 * 10.0)
+    assert slow["tokens_s"] == 0.0
+    assert 0.0 < quick["tokens_s"]
+    assert quick["tokens_s"] + quick["host_s"] < 10
+    assert slow["host_s"] == pytest.approx(4 * 4 * 10.0)
 
 
 def test_host_costs_are_counted_per_call():
     rates = Rates(flops_per_s=FAST, exchange_s=1.0)
     layout = layout_of((2, 2), (1, 1))
     # 4 layers: rows and counts, combine, output gradients, input gradients.
-    assert predict(FASTEST, layout, toy(), rates).terms.host_s == pytest.approx(4 * 4)
+    assert predict(FASTEST, layout, toy(), rates).terms_s["host_s"] == pytest.approx(4 * 4)
     padded = layout_of((2, 2), (1, 1), is_padded=True)
     per_all_to_all = Rates(flops_per_s=FAST, all_to_all_s=1.0)
-    assert predict(FASTEST, padded, toy(), per_all_to_all).terms.host_s == pytest.approx(4 * 4)
+    assert predict(FASTEST, padded, toy(), per_all_to_all).terms_s["host_s"] == pytest.approx(4 * 4)
 
 
 EXACT, LOSSY = CodecCost("identity", is_lossy=False), CodecCost("lossy", 4.0)
@@ -386,7 +386,7 @@ def test_state_on_the_host_leaves_copies_and_sums_on_the_device():
 
 
 def test_own_parameters_as_they_were_are_kept_in_the_place_of_activations():
-    model = dataclasses.replace(TOY, dense_params=10**7)
+    model = dataclasses.replace(TOY, dense_shapes=((10**7,),))
     few, many = (memory_on((1, 1), CHANGES, LOSSY, model=model, tokens_per_rank=count) for count in (10, 10_000))
     assert few.activation_bytes == 10**7 / 4 * 2
     assert many.activation_bytes > 2 * few.activation_bytes
@@ -396,14 +396,14 @@ def test_state_on_the_host_takes_the_time_of_its_way():
     """Per owned parameter: residuals there and back."""
     codecs = (LevelCodecs(CHANGES, LOSSY), LevelCodecs())
     here = Layout(spans=(2, 2), domain_sizes=(2, 1), codecs=codecs)
-    rates = Rates(flops_per_s=FAST, host_bytes_per_s=1e3)
+    rates = Rates(flops_per_s=FAST)
     workload = toy(param_bytes=2, micro_steps=3)
     seconds = [
-        predict(FASTEST, layout, workload, rates).terms.codec_s
+        predict(FASTEST, layout, workload, rates).terms_s["codec_s"]
         for layout in (here, dataclasses.replace(here, state="host"))
     ]
     owned = 4 * 2 * TOY.expert_params
-    assert seconds[1] - seconds[0] == pytest.approx(owned * 2 * COMPACT_BYTES / 1e3)
+    assert seconds[1] - seconds[0] == pytest.approx(owned * 2 * COMPACT_BYTES / HOST_BYTES_PER_S)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -419,7 +419,7 @@ def test_memory_of_working_copies_is_what_the_estimator_builds(dtype, codecs, wh
     needs = estimate._print_needs([(expert, 2, 8)] * 4, block, 8, accumulation, is_partitioned=False)
     names = [codecs if level in where else ("identity", "identity") for level in (0, 1)]
     pairs = [LevelCodecs(*(CodecCost(name, is_lossy=name == "int8") for name in one)) for one in names]
-    model = dataclasses.replace(TOY, num_experts=16, num_moe_layers=4, expert_params=2 * 64 * 32)
+    model = dataclasses.replace(TOY, num_experts=16, num_moe_layers=4, expert_shapes=((2 * 64 * 32,),))
     workload = toy(model=model, param_bytes=dtype.itemsize, micro_steps=accumulation)
     for sizes, need in needs.items():
         layout = Layout(spans=(2, 4), domain_sizes=sizes, codecs=tuple(pairs), state=state)
@@ -441,9 +441,9 @@ def test_a_pass_of_a_ring_ends_when_the_block_with_the_longest_way_has_arrived(s
         levels = (Level(f"{i}", n, Link(1e9, s)) for i, (n, s) in enumerate(zip(sizes, latencies, strict=True)))
         layout = layout_of((1,) * len(sizes), (1,) * len(sizes))
         workload = toy(zero_stage=1, model=dataclasses.replace(TOY, num_experts=1, top_k=1))
-        return predict(
-            Cluster(tuple(levels)), layout, workload, Rates(flops_per_s=FAST), BY_DEEPSPEED
-        ).terms.dense_sync_s
+        return predict(Cluster(tuple(levels)), layout, workload, Rates(flops_per_s=FAST), BY_DEEPSPEED).terms_s[
+            "dense_sync_s"
+        ]
 
     passes = 3  # an all-reduce and a gather of parameters
     assert sync_s(latencies) - sync_s([0.0] * len(sizes)) == pytest.approx(passes * longest_s, abs=1e-9)
@@ -467,18 +467,9 @@ def test_an_irregular_group_is_refused(ep_size):
         ExpertGroup(ep_size).spans(cluster_of(2, 8))
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"domain_sizes": (3, 1)}, r"\(3, 1\) do not divide the group's spans \(2, 2\)"),
-        ({"domain_sizes": (2,)}, "differ in length"),
-        ({"prefetch_depth": -1}, "prefetch_depth is -1"),
-        ({"is_padded": True}, "has no domains"),
-    ],
-)
-def test_wrong_layouts_are_refused(settings, message):
-    with pytest.raises(PlanError, match=message):
-        layout_of(**{"spans": (2, 2), "domain_sizes": (2, 1), **settings})
+def test_domain_sizes_that_do_not_divide_are_refused():
+    with pytest.raises(PlanError, match=r"\(3, 1\) do not divide the group's spans \(2, 2\)"):
+        layout_of((2, 2), (3, 1))
 
 
 def test_a_layout_of_another_cluster_is_refused():
@@ -491,14 +482,6 @@ def test_experts_that_cannot_be_shared_are_refused():
         predict(cluster_of(3), layout_of((3,), (1,)), toy(), rates_of_toy)
 
 
-def test_impossible_rates_and_codecs_are_refused():
-    with pytest.raises(PlanError, match="flops_per_s is 0"):
-        Rates(flops_per_s=0)
-    with pytest.raises(PlanError, match="exchange_s is -1"):
-        Rates(flops_per_s=1, exchange_s=-1)
+def test_an_impossible_overlap_is_refused():
     with pytest.raises(PlanError, match="overlap is 2"):
         Rates(flops_per_s=1, overlap=2)
-    with pytest.raises(PlanError, match="wire_factor is 0.5"):
-        Rates(flops_per_s=1, wire_factor=0.5)
-    with pytest.raises(PlanError, match="codec 'x': ratio is 0"):
-        CodecCost("x", 0)

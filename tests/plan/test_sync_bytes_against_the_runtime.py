@@ -91,11 +91,9 @@ def layout_of(case: Case, codecs: list[dict[str, Any]], bits: float) -> Layout:
 
 def workload_of(case: Case, record: dict[str, Any]) -> Workload:
     toy = case.toy
-    expert_params, dense_params = (sum(map(math.prod, record[kind])) for kind in ("expert", "dense"))
     model = MoEModel(
         name="toy", hidden=toy.hidden, num_experts=toy.num_experts, top_k=toy.k, num_moe_layers=toy.num_layers,
-        expert_params=expert_params, dense_params=dense_params, active_dense_params=1,
-        expert_shapes=record["expert"], dense_shapes=record["dense"],
+        expert_shapes=record["expert"], dense_shapes=record["dense"], active_dense_params=1,
     )  # fmt: skip
     return Workload(
         model=model, tokens_per_rank=8, micro_steps=case.accumulation, param_bytes=4 if case.dtype == "fp32" else 2,

@@ -15,13 +15,12 @@ from ds_hybridep.plan.partition import Partition
 from ds_hybridep.plan.program import Peers
 from ds_hybridep.plan.stream_model import predict
 from ds_hybridep.plan.token_route import expected_rows
-from ds_hybridep.simulate.scenario import Assumptions, Deviation, Scenario
+from ds_hybridep.simulate.scenario import Deviation, Scenario
 from ds_hybridep.simulate.simulator import simulate
 from ds_hybridep.simulate.traffic import Ranks, Routing
 
 properties = settings(max_examples=40)
 rates_of_toy = Rates(flops_per_s=1e9)
-AS_THE_STREAM_MODEL = Assumptions(is_fair_to_flows=False)
 
 
 def scenario_of(cluster, layout, workload, rates=rates_of_toy, **settings):
@@ -50,7 +49,7 @@ def test_steps_are_within_3_percent_of_the_stream_model_on_even_clusters(case, a
     cluster, layout, workload, rates = case
     sync = SyncModel(algorithm=algorithm)
     expected = predict(cluster, layout, workload, rates, sync)
-    scenario = scenario_of(cluster, layout, workload, rates, sync=sync, assumptions=AS_THE_STREAM_MODEL)
+    scenario = scenario_of(cluster, layout, workload, rates, sync=sync, is_fair_to_flows=False)
     found = simulate(scenario)
     assert found.step_s == pytest.approx(expected.step_s, rel=0.03)
     assert math.fsum(found.terms_s.values()) == pytest.approx(found.step_s)
@@ -68,15 +67,6 @@ def test_bytes_are_those_of_the_stream_model(case):
     for level, kinds in enumerate(expected.uplink_bytes):
         for kind, num_bytes in kinds.items():
             assert found[level].get(kind, 0.0) == pytest.approx(num_bytes, rel=1e-9, abs=1e-3)
-
-
-@pytest.mark.parametrize("num_layers", [2, 5])
-@pytest.mark.parametrize("settings", [{"zero_stage": 1}, {"zero_stage": 2, "micro_steps": 2}, {"zero_stage": 0}])
-def test_a_step_is_predicted_to_wait_four_times_where_no_token_crosses(num_layers, settings):
-    """Gradients of experts; sums of all else; norms, or without ZeRO sums on their way back; new weights, together."""
-    workload = toy(model=dataclasses.replace(TOY, num_moe_layers=num_layers), **settings)
-    waits = predict(cluster_of(2, 2), layout_of((2, 2), (2, 1)), workload, rates_of_toy).waits
-    assert waits[0] == 4  # as counted in tests/transport/test_waits.py
 
 
 def test_row_counts_travel_with_the_rows_as_they_do_in_the_runtime():
@@ -106,14 +96,12 @@ def test_one_rank_of_each_class_stands_for_all_of_them(case, data):
     load = data.draw(st.sampled_from([None, 1.5]))
     if load is not None:
         load = tuple(1.0 if expert % 3 else load for expert in range(workload.model.num_experts))
-    assumed = Assumptions(
-        crosses_inner_links=data.draw(st.booleans()),
-        is_fair_to_flows=data.draw(st.booleans()),
-        gathers_by_level=data.draw(st.booleans()),
-    )
+    assumed = {
+        name: data.draw(st.booleans()) for name in ("crosses_inner_links", "is_fair_to_flows", "gathers_by_level")
+    }
     scenario = scenario_of(
         cluster, layout, workload, dataclasses.replace(rates, overlap=data.draw(st.sampled_from([0.0, 0.3, 1.0]))),
-        deviations=tuple(data.draw(st.lists(deviation, max_size=3))), assumptions=assumed, expert_load=load,
+        deviations=tuple(data.draw(st.lists(deviation, max_size=3))), expert_load=load, **assumed,
         sync=SyncModel(algorithm=data.draw(st.sampled_from(["ring", "hierarchical"]))),
     )  # fmt: skip
     reduced, full = simulate(scenario), simulate(scenario, is_reduced=False)
@@ -214,27 +202,24 @@ def test_uneven_routing_loads_the_links_and_the_ranks_of_popular_experts():
     assert uneven.step_s > 1.2 * even.step_s
 
 
-def test_jitter_is_drawn_from_its_seed_and_costs_time():
+def test_jitter_is_the_same_every_time_and_costs_time():
     cluster, layout = cluster_of(4, bandwidth=1e9), layout_of((4,), (1,))
     even = simulate(scenario_of(cluster, layout, toy())).step_s
-    first, again, other = (
-        simulate(scenario_of(cluster, layout, toy(), jitter=0.3, seed=seed)).step_s for seed in (1, 1, 2)
-    )
-    assert first == again != other
-    assert first > even
+    first, again = (simulate(scenario_of(cluster, layout, toy(), jitter=0.3)).step_s for _ in range(2))
+    assert first == again > even
 
 
 def test_messages_in_a_tree_of_switches_pass_the_inner_links_too():
     cluster = Cluster(tuple(dataclasses.replace(level, link=Link(1e7, 0.0)) for level in cluster_of(2, 2).levels))
     layout = layout_of((2, 2), (1, 1))
     beside = simulate(scenario_of(cluster, layout, toy()))
-    through = simulate(scenario_of(cluster, layout, toy(), assumptions=Assumptions(crosses_inner_links=True)))
+    through = simulate(scenario_of(cluster, layout, toy(), crosses_inner_links=True))
     assert through.step_s >= beside.step_s
     inner = Cluster(
         (cluster.levels[0], dataclasses.replace(cluster.levels[1], link=Link(2e6, 0.0)))
     )  # three of a rank's four destinations are reached through its own link
     beside = simulate(scenario_of(inner, layout, toy()))
-    through = simulate(scenario_of(inner, layout, toy(), assumptions=Assumptions(crosses_inner_links=True)))
+    through = simulate(scenario_of(inner, layout, toy(), crosses_inner_links=True))
     assert through.terms_s["tokens_s"] > 1.4 * beside.terms_s["tokens_s"]
 
 
@@ -242,9 +227,7 @@ def test_gathering_by_level_carries_a_packet_over_a_slow_link_once():
     cluster, layout = cluster_of(2, 3), layout_of((2, 3), (2, 3))
     workload = toy(model=dataclasses.replace(TOY, num_experts=6))
     by_level = simulate(scenario_of(cluster, layout, workload)).sent_bytes
-    straight = simulate(
-        scenario_of(cluster, layout, workload, assumptions=Assumptions(gathers_by_level=False))
-    ).sent_bytes
+    straight = simulate(scenario_of(cluster, layout, workload, gathers_by_level=False)).sent_bytes
     for kind in ("expert_weights", "expert_gradients"):
         assert straight[0][kind] == 3 * by_level[0][kind]
         assert straight[0][kind] + straight[1][kind] == by_level[0][kind] + by_level[1][kind]  # each copy arrives once
@@ -295,7 +278,7 @@ def thousand_dcs(**settings):
     """1000 DCs of 8 GPUs, 16 layers, one expert on each GPU; 10 Gbit/s between DCs."""
     cluster = cluster_of(1000, 8, bandwidth=1.25e9, latency_s=0.01)
     inner = dataclasses.replace(cluster.levels[1], link=Link(1.6e10, 1e-5))
-    model = dataclasses.replace(TOY, num_experts=8000, num_moe_layers=16, hidden=1024, expert_params=180_000)
+    model = dataclasses.replace(TOY, num_experts=8000, num_moe_layers=16, hidden=1024, expert_shapes=((180_000,),))
     workload = toy(model=model, tokens_per_rank=8192)
     layout = layout_of((1000, 8), (settings.pop("domain_size", 1), 1))
     rates = Rates(flops_per_s=1e14)
@@ -304,7 +287,7 @@ def thousand_dcs(**settings):
 
 @pytest.mark.parametrize("domain_size", [1, 4])
 def test_a_thousand_datacentres_agree_with_the_stream_model(domain_size):
-    scenario = thousand_dcs(domain_size=domain_size, assumptions=AS_THE_STREAM_MODEL)
+    scenario = thousand_dcs(domain_size=domain_size, is_fair_to_flows=False)
     expected = predict(scenario.cluster, scenario.layout, scenario.workload, scenario.rates)
     found = simulate(scenario)
     assert (found.num_classes, found.quantisation) == (1, 0.0)

@@ -13,7 +13,6 @@ from ds_hybridep.plan.program import Peers, Stage
 from ds_hybridep.simulate.classes import merge_ranks
 from ds_hybridep.simulate.events import Engine, Operation, Post, Run, Wait
 from ds_hybridep.simulate.flows import Flows, fair_rates
-from ds_hybridep.simulate.scenario import Assumptions
 from ds_hybridep.simulate.traffic import Ranks, Routing, TrafficMaker
 
 properties = settings(max_examples=60)
@@ -153,9 +152,9 @@ def made(cluster, peers, *, is_reduced):
     """Classes and traffic of one group of all ranks."""
     layout = Layout(spans=cluster.sizes, domain_sizes=cluster.sizes, codecs=(LevelCodecs(),) * len(cluster.sizes))
     ranks = Ranks.of(cluster, layout)
-    classes = merge_ranks(cluster, {peers: ranks.groups(peers)}, [], is_reduced=is_reduced)
     ones = np.ones(cluster.num_ranks)
-    return classes, TrafficMaker(ranks, Routing((ones,) * len(cluster.sizes), ones), classes, Assumptions())
+    classes = merge_ranks(cluster, {peers: ranks.groups(peers)}, [] if is_reduced else [np.cumsum(ones)])
+    return classes, TrafficMaker(ranks, Routing((ones,) * len(cluster.sizes), ones), classes)
 
 
 @pytest.mark.parametrize("is_reduced", [True, False])

@@ -32,8 +32,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from ds_hybridep.experts import replicas as expert_gather
-from ds_hybridep.transport import channels, job, nccl, staging
-from ds_hybridep.transport.streams import DeviceStreams
+from ds_hybridep.transport import channels, job, nccl
+from ds_hybridep.transport.streams import DeviceStreams, Pinned
 
 Clock = dict[str, int]  # actor (a stream or a thread) -> its time
 
@@ -358,14 +358,14 @@ def fake_device(cuda: FakeCuda, checker: StreamChecker | None = None) -> Iterato
     streams = FakeStreams(cuda, checker)
     told = _HandOvers(cuda, checker)
     with (
-        mock.patch.object(channels, "_streams_on", return_value=streams),
+        mock.patch.object(channels, "streams_of", return_value=streams),
         mock.patch.object(expert_gather, "streams_of", return_value=streams),
         mock.patch.object(channels.Channel, "_hand_over", told.wrap(channels.Channel._hand_over, told.put)),
         mock.patch.object(channels.Channel, "_await_device", told.wrap(channels.Channel._await_device, told.take)),
         mock.patch.object(channels.Channel, "_post", told.wrap(channels.Channel._post, told.post)),
-        mock.patch.object(staging.Staging, "release_sends", told.wrap(staging.Staging.release_sends, told.finish)),
-        mock.patch.object(staging.Staging, "await_sends", told.wrap(staging.Staging.await_sends, told.await_sends)),
-        mock.patch.object(staging.Staging, "deliver", told.wrap(staging.Staging.deliver, told.deliver)),
+        mock.patch.object(Pinned, "release_sends", told.wrap(Pinned.release_sends, told.finish)),
+        mock.patch.object(Pinned, "wait", told.wrap(Pinned.wait, told.await_sends)),
+        mock.patch.object(Pinned, "deliver", told.wrap(Pinned.deliver, told.deliver)),
         mock.patch.object(nccl.NcclBatch, "deliver", told.wrap(nccl.NcclBatch.deliver, told.deliver)),
         mock.patch.object(torch, "frombuffer", told.frombuffer),
     ):
@@ -377,7 +377,7 @@ class _HandOvers:
 
     def __init__(self, cuda: FakeCuda, checker: StreamChecker | None) -> None:
         self._cuda, self._checker = cuda, checker
-        self._told: dict[int, Clock] = defaultdict(Clock)  # by staging
+        self._told: dict[int, Clock] = defaultdict(Clock)  # by a transfer's side on the device
 
     @staticmethod
     def wrap(original: Any, method: Any) -> Any:
@@ -395,22 +395,22 @@ class _HandOvers:
         original(channel, transfer)
         self._tell(transfer.device_side)
 
-    def finish(self, original: Any, staged: Any) -> None:
+    def finish(self, original: Any, pinned: Any) -> None:
         """The link's thread has filled the memory of the receives; it knows what was known when they were posted."""
         clock = self._cuda.thread_clock()
         known = dict(clock)
-        merge(clock, self._told[id(staged)])
-        for _, tensor in staged.receives if self._checker is not None else ():
+        merge(clock, self._told[id(pinned)])
+        for _, tensor in pinned.receives if self._checker is not None else ():
             self._checker.by_host("network", tensor, is_write=True)
-        self._tell(staged)
+        self._tell(pinned)
         if threading.current_thread().name == "hybridep-link":
             clock.clear()  # of the next message it knows nothing
             clock.update(known)
-        original(staged)
+        original(pinned)
 
-    def deliver(self, original: Any, staged: Any) -> None:
-        merge(self._cuda.thread_clock(), self._told.pop(id(staged), {}))
-        original(staged)
+    def deliver(self, original: Any, pinned: Any) -> None:
+        merge(self._cuda.thread_clock(), self._told.pop(id(pinned), {}))
+        original(pinned)
 
     def post(self, original: Any, channel: Any, transfer: Any, sends: Any, receives: Any) -> None:
         for _, tensor in sends if self._checker is not None and transfer.device_side is not None else ():
@@ -418,9 +418,9 @@ class _HandOvers:
         original(channel, transfer, sends, receives)
         self._tell(transfer.device_side)
 
-    def await_sends(self, original: Any, staged: Any) -> None:
-        held = list(staged._origins)
-        original(staged)
+    def await_sends(self, original: Any, pinned: Any, timeout_s: float) -> None:
+        held = list(pinned._origins)
+        original(pinned, timeout_s)
         if self._checker is not None:
             for tensor in held:
                 self._checker.let_go(tensor)

@@ -102,15 +102,15 @@ def test_training_over_streams_has_no_race_and_the_losses_of_a_cpu(pool2: Proces
 
 WAITS = {
     "encode behind the copy of the weights": ("lossy", "WeightShipment.load"),
-    "send behind what made it": ("exact", "StagedTransfer.advance", "DeviceStreams.within", "!Staging"),
+    "send behind what made it": ("exact", "StagedTransfer.advance", "DeviceStreams.within", "!Pinned"),
     "forward behind the decoding": ("lossy", "StagedTransfer.join"),
     "report behind encoding": ("lossy", "Statistics._codec_sums"),
     "release behind encoding": ("without reports", "LayerExperts.release"),
-    "copy to the host behind what is sent": ("exact", "Staging.__init__"),
-    "send behind the copy to the host": ("exact", "Staging.await_sends"),
+    "copy to the host behind what is sent": ("exact", "Pinned.__init__"),
+    "send behind the copy to the host": ("exact", "Pinned.wait"),
     "end of a batch behind nccl": ("nccl", "NcclGroup.start", "FakeNccl.wait"),
     "use behind a batch": ("nccl", "NcclBatch.deliver"),
-    "use behind the copy to the device": ("tokens", "Staging.deliver", "DeviceStreams.follow"),
+    "use behind the copy to the device": ("tokens", "Pinned.deliver", "DeviceStreams.follow"),
 }
 
 
@@ -151,6 +151,6 @@ def receive_where_something_was_read(is_background: bool, dropped: tuple[str, ..
 @pytest.mark.parametrize("is_background", [False, True], ids=["foreground", "background"])
 def test_a_copy_to_the_device_waits_for_earlier_uses_of_its_memory(pool2: ProcessPool, is_background: bool) -> None:
     assert pool2.run(receive_where_something_was_read, is_background=is_background) == [([], True), ([], True)]
-    dropped = ("Staging.deliver", "DeviceStreams.within")
+    dropped = ("Pinned.deliver", "DeviceStreams.within")
     (races, _), _ = pool2.run(receive_where_something_was_read, is_background=is_background, dropped=dropped)
     assert "aten::copy_ in inbound writes what was read by compute" in races

@@ -27,7 +27,8 @@ def workload_of(case: Case) -> Workload:
     toy = case.toy
     model = MoEModel(
         name="toy", hidden=toy.hidden, num_experts=toy.num_experts, top_k=toy.k, num_moe_layers=toy.num_layers,
-        expert_params=2 * toy.hidden * toy.ffn + toy.ffn + toy.hidden, dense_params=1, active_dense_params=1,
+        expert_shapes=((2 * toy.hidden * toy.ffn + toy.ffn + toy.hidden,),), dense_shapes=((1,),),
+        active_dense_params=1,
     )  # fmt: skip
     return Workload(
         model=model, tokens_per_rank=TOKENS, micro_steps=case.accumulation, param_bytes=4,

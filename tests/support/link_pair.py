@@ -12,15 +12,25 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
-from ds_hybridep.link import TLS, Link, Options
+from ds_hybridep.link import TLS, Fact, Link, Options, State
 
 SECRET = b"0123456789abcdef"
 LIMIT_S = 60.0
 
 
-def make_link(rank: int, world_size: int = 2, **settings: Any) -> Link:
-    settings = {"secret": SECRET, "host": "127.0.0.1", "timeout_s": LIMIT_S, **settings}
-    return Link(rank, world_size, **settings)
+def make_link(rank: int, world_size: int = 2, on_change: Any = None, **settings: Any) -> Any:
+    """A link that keeps in `heard` what it hears of peers, but for changes between alive and silent."""
+    link: Any = Link(rank, world_size, **{"secret": SECRET, "host": "127.0.0.1", "timeout_s": LIMIT_S, **settings})
+    link.heard = heard = []
+
+    def note(fact: Fact) -> None:
+        if fact.kind not in (State.ALIVE, State.SILENT):
+            heard.append(fact)
+        if on_change is not None:
+            on_change(fact)
+
+    link.on_change = note
+    return link
 
 
 def connect_all(links: list[Link], addresses: list[tuple[str, int]] | None = None, connections: int = 1) -> None:

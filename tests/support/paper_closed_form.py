@@ -4,8 +4,6 @@
 import math
 from dataclasses import dataclass
 
-from ds_hybridep.errors import PlanError
-
 
 @dataclass(frozen=True, kw_only=True)
 class PaperCase:
@@ -23,10 +21,6 @@ class PaperCase:
     expert_bytes: float
     bandwidth_bytes_per_s: float
     pre_expert_s: float
-
-    def __post_init__(self) -> None:
-        if self.num_gpus < 2:
-            raise PlanError(f"num_gpus is {self.num_gpus}; the closed form needs at least 2")
 
 
 def exchanged_share(num_gpus: int, domain_size: int) -> float:

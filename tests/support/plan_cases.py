@@ -12,8 +12,8 @@ from ds_hybridep.plan.packets import Blocks
 from ds_hybridep.plan.workload import MoEModel, Workload
 
 TOY = MoEModel(
-    name="toy", hidden=64, num_experts=8, top_k=2, num_moe_layers=4, expert_params=33088,
-    dense_params=110720, active_dense_params=94336,
+    name="toy", hidden=64, num_experts=8, top_k=2, num_moe_layers=4, expert_shapes=((33088,),),
+    dense_shapes=((110720,),), active_dense_params=94336,
 )  # fmt: skip
 
 

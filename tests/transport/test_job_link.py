@@ -51,18 +51,17 @@ def test_ports_a_secret_and_certificates_of_the_users_own(pool2: ProcessPool, tm
     secret = tmp_path / "secret"
     secret.write_text("0123456789abcdef0123\n")
     low, high = free_range()
-    settings = LinkSettings(LIMIT_S, (low, high), secret, make_certificates(tmp_path))
+    tls = {name: str(path) for name, path in vars(make_certificates(tmp_path)).items()}
+    settings = link_of(ports=[low, high], secret_file=str(secret), tls=tls)
     for rank, found in enumerate(pool2.run(exchange, settings=[settings] * 2)):
         assert found["received"] == [1.0 - rank] * 3
         assert low <= found["port"] <= high
 
 
-def test_a_rank_with_another_secret_is_told_so(tmp_path: Path) -> None:
-    files = [tmp_path / str(rank) for rank in range(2)]
-    for rank, file in enumerate(files):
-        file.write_text(f"{rank}123456789abcdef")
+def test_a_rank_with_another_secret_is_told_so() -> None:
+    settings = [LinkSettings(LIMIT_S, secret=f"{rank}123456789abcdef".encode()) for rank in range(2)]
     with ProcessPool(2) as pool:
-        found = pool.run(exchange, settings=[LinkSettings(LIMIT_S, secret_file=file) for file in files])
+        found = pool.run(exchange, settings=settings)
     assert "the two have different secrets" in found[1]["error"]  # the one that dials
     assert "connecting with rank 1" in found[0]["error"]
 
@@ -111,11 +110,11 @@ def test_files_that_cannot_be_used_are_named(tmp_path: Path) -> None:
     short = tmp_path / "short"
     short.write_text("abc")
     with pytest.raises(ConfigError, match=r"hybridep\.link\.secret_file: .*short holds 3 bytes; give at least 16"):
-        link_of(secret_file=str(short)).check()
+        link_of(secret_file=str(short))
     with pytest.raises(ConfigError, match=r"hybridep\.link\.secret_file: .*No such file"):
-        link_of(secret_file=str(tmp_path / "none")).check()
+        link_of(secret_file=str(tmp_path / "none"))
     with pytest.raises(ConfigError, match=r"hybridep\.link\.tls: .*No such file"):
-        link_of(tls=dict.fromkeys(("certificate", "key", "authority"), str(tmp_path / "none"))).check()
+        link_of(tls=dict.fromkeys(("certificate", "key", "authority"), str(tmp_path / "none")))
 
 
 @pytest.mark.parametrize(
