@@ -114,7 +114,7 @@ class Peer:
         """Give a lane a new connection, whose other side has got `received` frames."""
         self.options.apply(sock)
         self.lanes[index].attach(sock, received)
-        self.lanes[index].tell(Frame(Kind.BEAT, sequence=self._outgoing.progress))
+        self.lanes[index].tell(Frame(Kind.BEAT, sequence=self.link.progress))
         self.pump()
         if self.is_connected():
             self.judge(time.monotonic())

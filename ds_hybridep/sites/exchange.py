@@ -126,7 +126,7 @@ class Crossing:
         """Return what a site sends; announce it if that takes long."""
         began = time.monotonic()
         with Patience("" if self._rank else f"site '{self._site}' waits for site '{name}'") as patience:
-            while not handle.is_done():
+            while not handle.done():
                 with contextlib.suppress(CommunicationError):
                     handle.wait(LOOK_S)
                     break
