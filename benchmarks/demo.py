@@ -26,7 +26,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from benchmarks.common import REPOSITORY
-from ds_hybridep.commands.page import Run, write_page
+from ds_hybridep.commands.record import format_run_record
 from ds_hybridep.lab.launcher import RankProcesses
 from ds_hybridep.lab.network import EmulatedNetwork, why_not_permitted
 from ds_hybridep.lab.topology import LinkSpec, Topology, parse_rate
@@ -55,6 +55,21 @@ class Way:
     arguments: tuple[str, ...] = ()
 
 
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """How one way went.
+
+    step_s: median step time.  loss, valid_loss: values at the end.
+    uplink_bytes: bytes per step over one datacentre's uplink in one direction; None if they were not counted.
+    """
+
+    title: str
+    step_s: float
+    uplink_bytes: float | None
+    loss: float
+    valid_loss: float
+
+
 WAYS = (
     Way("DeepSpeed, EP over both datacentres", "plain_ep.json"),
     Way("DeepSpeed, EP inside each datacentre", "plain_ep.json", ("--ep-size", "2")),
@@ -65,7 +80,7 @@ WAYS = (
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--steps", type=int, default=40, help="optimizer steps of each run (default 40)")
     parser.add_argument("--wan", default="50mbit", metavar="RATE", help="of the slow link (default 50mbit)")
-    parser.add_argument("--out", type=Path, default=REPOSITORY / "runs" / "demo", help="for logs and the report")
+    parser.add_argument("--out", type=Path, default=REPOSITORY / "runs" / "demo", help="for logs and the record")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -94,9 +109,7 @@ def run(args: argparse.Namespace) -> int:
     console.print(table_of(runs, is_timed=reason is None))
     if reason is not None:
         console.print("MB: counted by ds_hybridep; for EP over both datacentres those of its tokens alone.")
-    page = args.out / "report.html"
-    write_page(page, record, runs if reason is None else ())
-    console.print(f"report: {page}")
+    console.print("\nThe last one in detail:", format_run_record(record), sep="\n\n", markup=False, soft_wrap=True)
     return 0
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What replicas of experts take, in bytes per replicated parameter: counted, estimated, and measured as a whole.
+"""What replicas of experts take, in bytes per replicated parameter: counted, and measured as a whole.
 
     python -m benchmarks memory --out benchmarks/results/memory.jsonl
 
@@ -7,7 +7,6 @@ Two ranks train in bf16, each with replicas of all the other's experts, in layer
 
     between     held between steps, counted
     most        the most that is held in a step, counted whenever weights or gradients are asked for, and in the step
-    estimate    what `estimate_hybridep_mem_needs_all_live` says of it
     peak        the most that torch has allocated in a step, over that of the same job without replicas: packets and
                 whatever else comes and goes is in it, and what that job needs more for tokens on their way is not
     host        held in host memory, with "state": "host"; on a CPU it is in "peak" too
@@ -17,8 +16,6 @@ Gradients of so small layers would all be on their way at a time; here they are 
 """
 
 import argparse
-import contextlib
-import io
 from collections.abc import Mapping
 from typing import Any
 
@@ -44,7 +41,7 @@ LAYERS = ("MoE", "AutoEP")
 MODEL = {
     "hidden": 128, "layers": 12, "experts": 8, "top_k": 2, "seq_len": 32, "capacity_factor": 1.25, "ep_size": 2,
 }  # fmt: skip
-COLUMNS = ("between", "most", "estimate", "peak", "host")
+COLUMNS = ("between", "most", "peak", "host")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -99,16 +96,12 @@ def measure(layers: str, row: str, accumulation: int) -> dict[str, int]:
     between = ds_hybridep.stats(engine)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
         train_step(engine, corpus, 2, rows=1, seq_len=MODEL["seq_len"])
-    with contextlib.redirect_stdout(io.StringIO()):
-        need = ds_hybridep.estimate_hybridep_mem_needs_all_live(
-            engine.module, block, 2, dtype=torch.bfloat16, accumulation=accumulation
-        )[2,]
     experts = (".deepspeed_experts.", ".mlp.experts.")
     named = engine.module.named_parameters()
     found = {
         "replicated": sum(p.numel() for name, p in named if any(one in name for one in experts)),
         "between": between["replica_bytes"], "host": between.get("host_bytes", 0), "most": max(held),
-        "estimate": need.total, "estimate_host": need.host, "allocated": most_allocated(profile),
+        "allocated": most_allocated(profile),
     }  # fmt: skip
     engine.destroy()
     return found

@@ -13,8 +13,6 @@ the entry point in `_autoload` runs in every process that imports torch.
     trace(engine, path)                    Chrome/Perfetto trace of the steps inside a with block
     site(source=None)                      which of the sites this process belongs to
     SiteSampler(dataset, site, ...)        the samples of one rank of one site
-
-    estimate_hybridep_mem_needs_all_live(model, block, world_size)    memory of replicas, before a job is started
 """
 
 from importlib import import_module
@@ -24,40 +22,20 @@ from ds_hybridep.version import __version__
 
 if TYPE_CHECKING:
     from ds_hybridep.integration.api import detach, refresh, replan, site, stats, trace
-    from ds_hybridep.integration.estimate import estimate_hybridep_mem_needs_all_live
     from ds_hybridep.integration.saving import save_pretrained
     from ds_hybridep.integration.start import attach
     from ds_hybridep.sites.data import SiteSampler
 
 __all__ = [
-    "SiteSampler",
-    "__version__",
-    "attach",
-    "detach",
-    "estimate_hybridep_mem_needs_all_live",
-    "refresh",
-    "replan",
-    "save_pretrained",
-    "site",
-    "stats",
-    "trace",
-]
-
-
-_MODULES = {
-    "SiteSampler": "sites.data",
-    "attach": "integration.start",
-    "estimate_hybridep_mem_needs_all_live": "integration.estimate",
-    "save_pretrained": "integration.saving",
-}
+    "SiteSampler", "__version__", "attach", "detach", "refresh", "replan", "save_pretrained", "site", "stats", "trace",
+]  # fmt: skip
+_MODULES = {"SiteSampler": "sites.data", "attach": "integration.start", "save_pretrained": "integration.saving"}
 
 
 def __getattr__(name: str) -> Any:
     """The public name `name`, from where it is defined.  Raises AttributeError for any other name."""
     if name not in __all__:
-        raise AttributeError(
-            f"module {__name__!r} has no attribute {name!r}; its public names are {', '.join(__all__)}"
-        )
+        raise AttributeError(f"module {__name__!r} has no {name!r}; its public names are {', '.join(__all__)}")
     return getattr(import_module(f"ds_hybridep.{_MODULES.get(name, 'integration.api')}"), name)
 
 

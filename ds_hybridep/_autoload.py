@@ -154,29 +154,29 @@ def _warn_of_misspelling(engine: "Any") -> None:
     if not isinstance(ds_config, dict) or _BLOCK in ds_config or getattr(engine, "global_rank", 0) != 0:
         return
     import logging
-    from difflib import SequenceMatcher
+    from difflib import get_close_matches
 
     for key in ds_config:
         plain = "".join(filter(str.isalnum, str(key).lower()))
-        is_similar = SequenceMatcher(None, plain, _BLOCK).ratio() > 0.86
-        if is_similar or _BLOCK in plain or "hybridexpert" in plain:
+        if get_close_matches(_BLOCK, [plain], cutoff=0.86) or any(word in plain for word in (_BLOCK, "hybridexpert")):
             text = 'ds_config has a key "%s", which has no effect; if it is meant for ds_hybridep, its name is "%s"'
             logging.getLogger("ds_hybridep").warning(text, key, _BLOCK)
 
 
 def _start(original: "Any", engine: "Any", *args: "Any", **kwargs: "Any") -> None:
     """Replaces `__init__`: if it fails after the engine has joined, undo that."""
+
+    def tell(name: str) -> None:
+        if "_hybridep_attachment" in vars(engine):
+            from ds_hybridep.integration import start
+
+            getattr(start, name)(engine)
+
     try:
         original(engine, *args, **kwargs)
-        if "_hybridep_attachment" in vars(engine):
-            from ds_hybridep.integration import start
-
-            start.finish_start(engine)
+        tell("finish_start")
     except BaseException:
-        if "_hybridep_attachment" in vars(engine):
-            from ds_hybridep.integration import start
-
-            start.undo_start(engine)
+        tell("undo_start")
         raise
 
 

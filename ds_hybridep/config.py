@@ -82,16 +82,7 @@ class LevelConfig(Settings):
                     f'{key} stands beside codecs, which is "recommended" and has one already; leave out one of them '
                     f"(dense_{key} may stand beside codecs)"
                 )
-        self.check_backend()
         return self
-
-    def check_backend(self) -> None:
-        """Raises ValueError if the backend cannot carry the codecs."""
-        if self.backend == "nccl" and PATCH in (self.weight_codec, self.dense_weight_codec):
-            raise ValueError(
-                'backend is "nccl", which cannot carry "patch", because patches are messages of varying length; set '
-                'backend to "gloo", or write other codecs'
-            )
 
     @property
     def all_codecs(self) -> CodecSet:
@@ -214,29 +205,24 @@ class HybridEPConfig(Settings):
                         "dense_gradient_codec": level.dense_gradient_codec or recommended.dense_gradient,
                     }
                 )
-                try:
-                    level.check_backend()
-                except ValueError as error:
-                    raise ConfigError(f"hybridep.levels[{index}].{error}") from None
+            if level.backend == "nccl" and PATCH in level.all_codecs:
+                raise ConfigError(
+                    f'hybridep.levels[{index}].backend is "nccl", which cannot carry "patch", because patches are '
+                    f'messages of varying length; set backend to "gloo", or write other codecs'
+                )
             levels.append(level)
         return self.model_copy(update={"levels": tuple(levels)})
 
     def describe_codecs(self) -> tuple[str, ...]:
-        """One line for each kind of payload that some level encodes, for the log."""
-        lines = []
-        for kind in CodecSet._fields:
-            over = [(level, getattr(level.all_codecs, kind)) for level in self.levels]
-            # If DeepSpeed sums dense parameters, only traffic of domains is encoded on a level.
-            said = [
-                f"{describe_codec(codec)} over {level.name}"
-                for level, codec in over
-                if codec != IDENTITY
-                and (self.dense_sync != "deepspeed" or (level.domain_size != 1 and not kind.startswith("dense")))
-            ]
-            if said:
-                subject = kind.replace("_", " ") if kind.startswith("dense") else f"expert {kind}"
-                lines.append(f"{subject}s: {', '.join(said)}")
-        return tuple(lines)
+        """A line for each kind of payload and level that is encoded, for the log."""
+        # If DeepSpeed sums dense parameters, only traffic of domains is encoded on a level.
+        return tuple(
+            f"{kind.replace('_', ' ')}s {describe_codec(codec)} over {level.name}"
+            for kind in CodecSet._fields
+            for level in self.levels
+            if (codec := getattr(level.all_codecs, kind)) != IDENTITY
+            and (self.dense_sync != "deepspeed" or (level.domain_size != 1 and not kind.startswith("dense")))
+        )
 
     def cluster(self) -> Cluster:
         """The levels in the units of `plan`: bytes per second and seconds."""
@@ -330,18 +316,13 @@ def _read_cluster_file(name: str, base_dir: str | Path) -> tuple[Path, object]:
     parse = parser_of(path.name, f"cluster file {path}")
     try:
         content = parse(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"cluster file {path} cannot be read ({error.strerror}); correct hybridep.levels") from error
-    except (ValueError, RecursionError) as error:  # syntax, encoding, or a date that does not exist
-        raise ConfigError(f"cluster file {path} cannot be parsed; correct its syntax: {error}") from error
-    if not isinstance(content, Mapping) or "levels" not in content:
-        raise ConfigError(f"cluster file {path} has no key levels at its top; move the list of levels under it")
-    for key in content:
-        if key != "levels":
-            raise ConfigError(
-                f"cluster file {path}: {shown(key)} is not a known key; it may hold levels only, so move other "
-                f"settings to the hybridep block"
-            )
+    except (OSError, ValueError) as error:  # of its syntax, its encoding, or a date that does not exist
+        raise ConfigError(f"cluster file {path} cannot be read or parsed; correct it: {error}") from error
+    if not isinstance(content, Mapping) or list(content) != ["levels"]:
+        raise ConfigError(
+            f"cluster file {path} is {shown(content)}, but must have one key at its top, levels; move other settings "
+            f"to the hybridep block"
+        )
     return path, content["levels"]
 
 

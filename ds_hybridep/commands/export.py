@@ -24,15 +24,12 @@ ADAPTER_CONFIGS = ("hybridep_adapter_config.json", "adapter_config.json")
 def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     """Adds `export` to the subcommands of the program."""
     parser = subparsers.add_parser("export", help="turn a checkpoint into a folder that from_pretrained loads")
-    parser.add_argument(
-        "checkpoint", type=Path, metavar="CHECKPOINT", help="what save_checkpoint wrote, or a tag in it"
-    )
-    parser.add_argument("--model", metavar="BASE", help="the folder, or name on the hub, that the training began from")
-    parser.add_argument(
-        "--out", type=Path, required=True, metavar="DIR", help="the folder to write; must not exist yet"
-    )
-    parser.add_argument("--dtype", help="float32, float16 or bfloat16; default that of BASE")
-    parser.add_argument("--max-shard-size", default="5GB", metavar="SIZE", help="of a file of weights; default 5GB")
+    add = parser.add_argument
+    add("checkpoint", type=Path, metavar="CHECKPOINT", help="what save_checkpoint wrote, or a tag in it")
+    add("--model", metavar="BASE", help="the folder, or name on the hub, that the training began from")
+    add("--out", type=Path, required=True, metavar="DIR", help="the folder to write; must not exist yet")
+    add("--dtype", help="float32, float16 or bfloat16; default that of BASE")
+    add("--max-shard-size", default="5GB", metavar="SIZE", help="of a file of weights; default 5GB")
     forms = parser.add_mutually_exclusive_group()
     for form, what in FORMS.items():
         forms.add_argument(f"--{form}", dest="form", action="store_const", const=form, help=what)
@@ -45,10 +42,7 @@ def run(args: argparse.Namespace) -> int:
     from ds_hybridep.export import writing
     from ds_hybridep.export.checkpoint import open_checkpoint
 
-    if args.dtype is not None and args.dtype not in writing.DTYPES:
-        raise ConfigError(f"--dtype: got {args.dtype!r}; give one of {', '.join(writing.DTYPES)}")
-    dtype = writing.DTYPES.get(args.dtype)
-    options = writing.Options(args.form, dtype, args.max_shard_size)
+    options = writing.Options(args.form, writing.dtype_of(args.dtype, "--dtype"))
     folder = tag_folder(args.checkpoint)
     checkpoint = open_checkpoint(folder)
     if checkpoint.is_classic:
@@ -61,7 +55,7 @@ def run(args: argparse.Namespace) -> int:
         find_config = partial(_adapter_config, folder)
         base = Base(args.model)
         plan = writing.plan_model(checkpoint.parameters, checkpoint.moe_paths, base, find_config, options)
-    _write(plan, args.out, options.max_shard_size)
+    _write(plan, args.out, args.max_shard_size)
     return 0
 
 

@@ -38,17 +38,14 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
         epilog=EXAMPLE,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--dcs", required=True, metavar="DCxHOSTS", help="datacentres x hosts in each, such as 2x2")
-    parser.add_argument(
-        "--wan", required=True, metavar="RATE", help="bandwidth of each datacentre's uplink, such as 200mbit"
-    )
-    parser.add_argument("--delay", default="0", metavar="TIME", help="one-way delay between datacentres, such as 10ms")
-    parser.add_argument(
-        "--loss", default="0%", metavar="SHARE", help="share of frames lost between datacentres, such as 1%%"
-    )
-    parser.add_argument("--timeout", default="600s", metavar="TIME", help="kill all ranks after this; default 600s")
-    parser.add_argument("--log-dir", type=Path, help="folder for rank0.log, ...; default: a new temporary folder")
-    parser.add_argument("command", nargs=argparse.REMAINDER, metavar="-- COMMAND ...", help="what each rank runs")
+    add = parser.add_argument
+    add("--dcs", required=True, metavar="DCxHOSTS", help="datacentres x hosts in each, such as 2x2")
+    add("--wan", required=True, metavar="RATE", help="bandwidth of each datacentre's uplink, such as 200mbit")
+    add("--delay", default="0", metavar="TIME", help="one-way delay between datacentres, such as 10ms")
+    add("--loss", default="0%", metavar="SHARE", help="share of frames lost between datacentres, such as 1%%")
+    add("--timeout", default="600s", metavar="TIME", help="kill all ranks after this; default 600s")
+    add("--log-dir", type=Path, help="folder for rank0.log, ...; default: a new temporary folder")
+    add("command", nargs=argparse.REMAINDER, metavar="-- COMMAND ...", help="what each rank runs")
     parser.set_defaults(run=run)
 
 

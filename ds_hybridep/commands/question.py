@@ -38,30 +38,24 @@ HOST_MEMORY_BYTES = 128e9  # of the host, for each GPU
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments that `read_question` reads."""
     _add_job_arguments(parser)
-    machine = parser.add_argument_group("machines")
-    machine.add_argument(
-        "--tflops", type=float, default=DEFAULT_TFLOPS, help="peak TFLOPS of a GPU; default %(default)g"
-    )
-    machine.add_argument(
-        "--mfu", type=float, default=DEFAULT_MFU, help="share of the peak that is reached; default %(default)g"
-    )
-    machine.add_argument(
+    add = parser.add_argument_group("machines").add_argument
+    add("--tflops", type=float, default=DEFAULT_TFLOPS, help="peak TFLOPS of a GPU; default %(default)g")
+    add("--mfu", type=float, default=DEFAULT_MFU, help="share of the peak that is reached; default %(default)g")
+    add(
         "--overlap",
         type=float,
         default=1.0,
         metavar="SHARE",
         help="share of transfers that hide behind computation, where they can; default %(default)g",
     )
-    machine.add_argument(
-        "--memory", type=float, metavar="GB", help="memory of a GPU, activations included; no limit by default"
-    )
-    machine.add_argument(
+    add("--memory", type=float, metavar="GB", help="memory of a GPU, activations included; no limit by default")
+    add(
         "--dense-sync",
         choices=("hierarchical", "deepspeed"),
         default="hierarchical",
         help="who synchronises what several ranks hold: this package, level by level, or DeepSpeed, without codecs",
     )
-    machine.add_argument(
+    add(
         "--codecs",
         choices=(RECOMMENDED, EXACT),
         default=RECOMMENDED,
@@ -70,45 +64,41 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_job_arguments(parser: argparse.ArgumentParser) -> None:
-    cluster = parser.add_argument_group("cluster")
-    cluster.add_argument("--cluster", type=Path, metavar="FILE", help="a cluster file, with a list of levels")
-    cluster.add_argument("--dcs", metavar="DCxGPUS", help="datacentres x GPUs in each, such as 2x8")
-    cluster.add_argument("--wan", metavar="RATE", help="bandwidth of each datacentre's uplink, such as 10gbps")
-    cluster.add_argument("--delay", metavar="TIME", help="one-way delay between datacentres, such as 10ms")
-    cluster.add_argument("--lan", metavar="RATE", help="bandwidth of each GPU's link; 8 times --wan by default")
-    model = parser.add_argument_group("model and training")
+    add = parser.add_argument_group("cluster").add_argument
+    add("--cluster", type=Path, metavar="FILE", help="a cluster file, with a list of levels")
+    add("--dcs", metavar="DCxGPUS", help="datacentres x GPUs in each, such as 2x8")
+    add("--wan", metavar="RATE", help="bandwidth of each datacentre's uplink, such as 10gbps")
+    add("--delay", metavar="TIME", help="one-way delay between datacentres, such as 10ms")
+    add("--lan", metavar="RATE", help="bandwidth of each GPU's link; 8 times --wan by default")
+    add = parser.add_argument_group("model and training").add_argument
     names = ", ".join(ready_names())
-    model.add_argument(
+    add(
         "--model",
         required=True,
         metavar="NAME|FILE",
         help=f"{names}, a Hugging Face config.json, or a file with layers, hidden, ffn, experts, top_k",
     )
-    model.add_argument(
+    add(
         "--tokens",
         type=_positive,
         default=DEFAULT_TOKENS,
         metavar="N",
         help="tokens per GPU and micro-step; default %(default)s",
     )
-    model.add_argument("--accumulation", type=_positive, default=1, metavar="N", help="gradient_accumulation_steps")
-    model.add_argument("--zero-stage", type=int, choices=(0, 1, 2), default=1)
-    model.add_argument("--dtype", choices=sorted(DTYPE_BYTES), help="type of parameters and activations; default bf16")
-    model.add_argument(
+    add("--accumulation", type=_positive, default=1, metavar="N", help="gradient_accumulation_steps")
+    add("--zero-stage", type=int, choices=(0, 1, 2), default=1)
+    add("--dtype", choices=sorted(DTYPE_BYTES), help="type of parameters and activations; default bf16")
+    add(
         "--learning-rate",
         type=float,
         default=DEFAULT_LEARNING_RATE,
         metavar="LR",
         help="learning rate of AdamW, which decides the size of patches; default %(default)g",
     )
-    model.add_argument("--checkpointing", action="store_true", help="activation checkpointing")
-    model.add_argument(
-        "--fused-loss", action="store_true", help="the loss is computed in pieces, without all logits in memory"
-    )
-    model.add_argument("--lora-rank", type=_positive, metavar="R", help="train LoRA adapters of this rank only")
-    model.add_argument(
-        "--ep-size", type=_positive, metavar="N", help="size of the expert-parallel group; default: the best"
-    )
+    add("--checkpointing", action="store_true", help="activation checkpointing")
+    add("--fused-loss", action="store_true", help="the loss is computed in pieces, without all logits in memory")
+    add("--lora-rank", type=_positive, metavar="R", help="train LoRA adapters of this rank only")
+    add("--ep-size", type=_positive, metavar="N", help="size of the expert-parallel group; default: the best")
 
 
 def _positive(text: str) -> int:

@@ -42,58 +42,60 @@ def format_run_record(record: Mapping[str, Any]) -> str:
         share = f"{(total - (sent['dense'] or 0)) / plain_ep_bytes:.0%}" if plain_ep_bytes else MISSING
         cells = [NOT_COUNTED if sent[kind] is None else _megabytes(sent[kind] / steps) for kind in kinds]
         rows.append([level["name"], *cells, _megabytes(total / steps), _megabytes(plain_ep_bytes / steps), share])
-    header = f"MB sent per step, {record['world_size']} ranks together, mean of {steps} steps"
-    waits = [
-        f"{kind.replace('_', ' ')} {1e3 * seconds / steps:.1f} ms"
-        for kind, seconds in record["exposed_s"].items()
-        if seconds is not None
+    step_s = record.get("step_s")
+    took = f", {1e3 * step_s:.0f} ms each" if step_s else ""
+    sections = [
+        f"MB sent per step, {record['world_size']} ranks together, mean of {steps} steps{took}",
+        aligned(rows),
+        "time a rank waited for them, mean per step: "
+        + ", ".join(
+            f"{kind.replace('_', ' ')} {1e3 * seconds / steps:.1f} ms"
+            for kind, seconds in record["exposed_s"].items()
+            if seconds is not None
+        ),
     ]
-    sections = [header, aligned(rows), f"time a rank waited for them, mean per step: {', '.join(waits)}"]
     if in_a_row := [f"{level['name']} {level['waits'] / steps:.1f}" for level in levels if "waits" in level]:
         sections.append(f"waits in a row over each level, mean per step: {', '.join(in_a_row)}")
-    if slowest := slowest_rank(record):
-        sections.append(slowest)
-    if rows := site_rows(record):
-        sections += [sites_title(record["sites"]), aligned(rows)]
-    if rows := link_rows(record):
-        sections += ["connections of rank 0 since the start", aligned(rows)]
-    rows = codec_rows(record)
-    sections += [CODEC_TITLE, aligned(rows)] if len(rows) > 1 else []
-    return "\n\n".join([*sections, f"plan: {record['plan']}"] if "plan" in record else sections)
-
-
-def slowest_rank(record: Mapping[str, Any]) -> str:
-    """A line about the rank that the others wait for, which waits least itself; "" if there is none."""
     slowest = record.get("slowest")
-    if slowest is None or slowest["others_waited_s"] <= 0:
-        return ""
-    own, others = 1e3 * slowest["waited_s"], 1e3 * slowest["others_waited_s"]
-    return f"slowest: rank {slowest['rank']}, which waited {own:.1f} ms per step; the others waited {others:.1f} ms"
+    if slowest is not None and slowest["others_waited_s"] > 0:
+        own, others = 1e3 * slowest["waited_s"], 1e3 * slowest["others_waited_s"]
+        sections.append(
+            f"slowest: rank {slowest['rank']}, which waited {own:.1f} ms per step; the others waited {others:.1f} ms"
+        )
+    for title, rows in (
+        site_table(record),
+        ("connections of rank 0 since the start", _link_rows(record)),
+        ("rows of the fullest over the mean", _load_rows(record)),
+        (CODEC_TITLE, _codec_rows(record)),
+    ):
+        sections += [title, aligned(rows)] if len(rows) > 1 else []
+    if record.get("planning") is not None:
+        sections.append(explain_plan(record["planning"]))
+    elif "plan" in record:
+        sections.append(f"plan: {record['plan']}")
+    return "\n\n".join(sections)
 
 
-def sites_title(sites: Mapping[str, Any]) -> str:
-    """A line about this site, for the table of the others."""
+def site_table(record: Mapping[str, Any]) -> tuple[str, list[list[str]]]:
+    """A title about this site, and a row of titles with a row for each other site; no rows if there is none."""
+    sites = record.get("sites")
+    if not sites:
+        return "", []
     drift = "" if sites["drift"] is None else f", weights {sites['drift']:.1e} from the common ones (relative)"
-    return (
+    title = (
         f"other sites, as rank 0 of site {sites['site']} sees them at step {sites['step']}; waited "
         f"{sites['quorum_s']:.1f} s for agreement, {sites['repeated']} exchanges repeated{drift}"
     )
-
-
-def site_rows(record: Mapping[str, Any]) -> list[list[str]]:
-    """A row of titles, then a row for each other site; [] if there is none."""
-    if not record.get("sites"):
-        return []
     rows = [["site", "is", "last step", "waited", "sent, MB", "received, MB"]]
-    for name, one in record["sites"]["others"].items():
+    for name, one in sites["others"].items():
         state, step = "present" if one["present"] else "absent", MISSING if one["step"] is None else str(one["step"])
         amounts = [_megabytes(one[key]) for key in ("sent_bytes", "received_bytes")]
         rows.append([name, state, step, f"{one['waited_s']:.1f} s", *amounts])
-    return rows
+    return title, rows
 
 
-def link_rows(record: Mapping[str, Any]) -> list[list[str]]:
-    """A row of titles, then a row for each rank that rank 0 is connected with; [] if there is none."""
+def _link_rows(record: Mapping[str, Any]) -> list[list[str]]:
+    """A row of titles, then a row for each rank that rank 0 is connected with."""
     rows = [["rank", "state", "sent, MB", "received, MB", "round trip", "sent again", "reconnects"]]
     for peer in record.get("link", ()):
         trip_s = peer["round_trip_s"]
@@ -101,49 +103,51 @@ def link_rows(record: Mapping[str, Any]) -> list[list[str]]:
         amounts = [_megabytes(peer[name]) for name in ("sent_bytes", "received_bytes")]
         counts = [str(peer[name]) for name in ("retransmissions", "reconnects")]
         rows.append([str(peer["rank"]), peer["state"], *amounts, trip, *counts])
-    return rows if len(rows) > 1 else []
+    return rows
 
 
-def codec_rows(record: Mapping[str, Any]) -> list[list[str]]:
+def _load_rows(record: Mapping[str, Any]) -> list[list[str]]:
+    """A row of titles, then a row for each layer whose rows were counted."""
+    rows = [["layer", "rank", "expert"]]
+    for layer in record["layers"]:
+        if "expert_load" in layer:
+            rows.append([layer["name"], f"{layer['imbalance']:.2f}", f"{layer['expert_load']:.2f}"])
+    return rows
+
+
+def _codec_rows(record: Mapping[str, Any]) -> list[list[str]]:
     """A row of titles, then a row for each layer that has codecs."""
     steps = record["steps"]
     rows = [["layer", "weights", "ratio", "error", "gradients", "ratio", "residual", "encode", "decode", "waited"]]
     for layer in record["layers"]:
         if codecs := layer["codecs"]:
-            rows.append(
-                [
-                    layer["name"],
-                    _megabytes(codecs["weight_bytes"] / steps),
-                    f"{codecs['weight_ratio']:.1f}x",
-                    f"{codecs['weight_error']:.1e}",
-                    _megabytes(codecs["gradient_bytes"] / steps),
-                    f"{codecs['gradient_ratio']:.1f}x",
-                    f"{codecs['residual_norm']:.1e}",
-                    *(f"{1e3 * codecs[name] / steps:.2f} ms" for name in ("encode_s", "decode_s", "exposed_s")),
-                ]
-            )
+            rows.append([
+                layer["name"],
+                _megabytes(codecs["weight_bytes"] / steps),
+                f"{codecs['weight_ratio']:.1f}x",
+                f"{codecs['weight_error']:.1e}",
+                _megabytes(codecs["gradient_bytes"] / steps),
+                f"{codecs['gradient_ratio']:.1f}x",
+                f"{codecs['residual_norm']:.1e}",
+                *(f"{1e3 * codecs[name] / steps:.2f} ms" for name in ("encode_s", "decode_s", "exposed_s")),
+            ])  # fmt: skip
     return rows
 
 
-def explain_plan(record: Mapping[str, Any]) -> str:
+def explain_plan(planning: Mapping[str, Any]) -> str:
     """Why a planned job runs as it does: the plan, its reason, and predicted beside measured, term by term.
 
     The measured seconds are those that rank 0 waited, also for slower ranks. What DeepSpeed sends itself (its token
     exchange, its sums and gathers) cannot be measured: the table shows "-" or "not counted". "All else" is the rest
     of the step.
     """
-    planning = record.get("planning")
-    if planning is None:
-        return 'nothing was planned in this run: no hybridep setting was "auto"'
     lines = [f"plan: {planning['plan'] or 'settings given by hand'}", f"because: {planning['reason']}"]
     if planning["runner_up"] is not None:
         seconds = _seconds(planning["runner_up_s"])
         lines.append(f"runner-up at the last look: {planning['runner_up']}, {seconds} s expected")
-    sections = ["\n".join(lines), _terms_table(planning)]
-    if planning["history"]:
-        changes = [f"  step {entry['step']}: {entry['to']} ({entry['reason']})" for entry in planning["history"]]
-        sections.append("\n".join(["changes of plan:", *changes]))
-    return "\n\n".join(sections)
+    changes = [f"  step {entry['step']}: {entry['to']} ({entry['reason']})" for entry in planning["history"]]
+    lines += ["changes of plan:", *changes] if changes else []
+    return "\n".join([*lines, "", _terms_table(planning)])
 
 
 def _terms_table(planning: Mapping[str, Any]) -> str:

@@ -4,16 +4,15 @@
 import argparse
 import importlib
 import os
-import platform
 from importlib import metadata
 from typing import Any
 
-PACKAGES = ("ds_hybridep", "torch", "deepspeed", "transformers", "peft")
+from ds_hybridep.version import __version__
 
 
 def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     """Adds `report` to the subcommands of the program."""
-    parser = subparsers.add_parser("report", help="print kernels, packages, and whether DeepSpeed will find the block")
+    parser = subparsers.add_parser("report", help="print the kernels, and whether DeepSpeed will find the block")
     parser.set_defaults(run=run)
 
 
@@ -29,12 +28,7 @@ def run(_args: argparse.Namespace) -> int:
             found = f"built: {builder.name}" if builder.is_built() else "yes, on first use"
         print(f"kernels for {device_type} tensors: {found}")
     print(f"start-up hook: {state_of_hook()}")
-    print(f"python {platform.python_version()}")
-    for package in PACKAGES:
-        try:
-            print(f"{package} {metadata.version(package)}")
-        except metadata.PackageNotFoundError:
-            print(f"{package} is not installed")
+    print(f"ds_hybridep {__version__}")
     return 0
 
 

@@ -32,12 +32,10 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     asking.add_arguments(parser)
-    plans = parser.add_argument_group("plans")
-    plans.add_argument(
-        "--domains", action="append", default=[], metavar="N,N", help="also simulate these domain sizes"
-    )
-    conditions = parser.add_argument_group("conditions")
-    conditions.add_argument(
+    add = parser.add_argument_group("plans").add_argument
+    add("--domains", action="append", default=[], metavar="N,N", help="also simulate these domain sizes")
+    add = parser.add_argument_group("conditions").add_argument
+    add(
         "--slow",
         action="append",
         default=[],
@@ -45,21 +43,13 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
         help="a place that is slower: '3:bandwidth=0.5' halves the uplink of DC 3, '3.1:compute=2' doubles "
         "the seconds of its GPU 1; may be repeated",
     )
-    conditions.add_argument("--zipf", type=float, metavar="S", help="expert n is chosen as often as 1 / n^S")
-    conditions.add_argument(
-        "--jitter", type=float, default=0.0, metavar="SHARE", help="random share that computations take longer"
-    )
-    conditions.add_argument(
-        "--switches", action="store_true", help="messages between datacentres also pass the links inside"
-    )
-    output = parser.add_argument_group("output of the simulation")
-    output.add_argument("--json", action="store_true", help="print JSON")
-    output.add_argument(
-        "--trace", type=Path, metavar="FILE.json", help="write a trace of the best plan, for Perfetto or Chrome"
-    )
-    output.add_argument(
-        "--rank", type=int, action="append", default=[], help="rank to trace; may be repeated; default 0"
-    )
+    add("--zipf", type=float, metavar="S", help="expert n is chosen as often as 1 / n^S")
+    add("--jitter", type=float, default=0.0, metavar="SHARE", help="random share that computations take longer")
+    add("--switches", action="store_true", help="messages between datacentres also pass the links inside")
+    add = parser.add_argument_group("output of the simulation").add_argument
+    add("--json", action="store_true", help="print JSON")
+    add("--trace", type=Path, metavar="FILE.json", help="write a trace of the best plan, for Perfetto or Chrome")
+    add("--rank", type=int, action="append", default=[], help="rank to trace; may be repeated; default 0")
     parser.set_defaults(run=run)
 
 

@@ -155,11 +155,6 @@ class PeftModel:
         factor = self._names.factors.get(f"{weight}_lora_{which}")
         return factor if factor is not None else _relaid(peft_layout, which, num_experts, to_peft=False)
 
-    @property
-    def has_saved_modules(self) -> bool:
-        """True if layers were trained as a whole, beside adapters."""
-        return any(".lora_" not in key for key in self.shapes)
-
 
 def read_config(path: Path) -> Any:
     """Return the config of an adapter, from a file of JSON."""
@@ -171,7 +166,7 @@ def read_config(path: Path) -> Any:
         raise ExportError(f"{path} is no adapter_config.json of peft: {error}") from error
 
 
-def write_config(config: Any, folder: Path, base_name: str) -> None:
+def write_config(config: Any, base_name: str, folder: Path) -> None:
     """Write adapter_config.json."""
     written = copy.deepcopy(config)
     written.inference_mode = True

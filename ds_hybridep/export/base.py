@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The model that was trained: its class, names, shapes and dtypes, and what its folder has beside the weights."""
 
-import json
 import shutil
 import warnings
 from collections.abc import Iterator, Mapping
@@ -13,11 +12,9 @@ import torch
 from torch import Tensor
 
 from ds_hybridep.errors import ConfigError, ExportError
-from ds_hybridep.export.folder import DTYPE_NAMES
-from ds_hybridep.export.stored import Parameter, Stored, whole
+from ds_hybridep.export.stored import Parameter, whole
 
 _NO_WEIGHTS = ("*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken", "*.py")  # what a tokenizer consists of
-_DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -47,11 +44,6 @@ class Skeleton:
             name: {key: tuple(part.shape) for key, part in self.hub(name, torch.empty(shape, device="meta")).items()}
             for name, shape in self.shapes.items()
         }
-
-    def keeps_fp32(self, name: str) -> bool:
-        """Return True for what the model holds in fp32 in any case."""
-        kept = getattr(self.model, "_keep_in_fp32_modules_strict", None) or ()
-        return any(part in name for part in kept)
 
 
 class Base:
@@ -84,11 +76,17 @@ class Base:
             yield Skeleton(model)
 
     @cached_property
-    def tensors(self) -> dict[str, Stored]:
+    def tensors(self) -> dict[str, Tensor]:
         """The tensors in its files, by name in these files; empty if it has none."""
-        found = {}
+        from safetensors import SafetensorError
+        from safetensors.torch import load_file  # maps the file
+
+        found: dict[str, Tensor] = {}
         for path in sorted(self.folder.glob("*.safetensors")):
-            found.update(_stored_in(path))
+            try:
+                found.update(load_file(path))
+            except (OSError, SafetensorError) as error:
+                raise ExportError(f"{path} is no file of safetensors, or cut short: {error}") from error
         return found
 
     def dtype_of(self, hub_name: str) -> torch.dtype:
@@ -137,20 +135,3 @@ def _download(name: str, patterns: tuple[str, ...]) -> Path:
         raise ConfigError(
             f"--model {name} is neither a folder nor a model on the hub that can be read: {error}"
         ) from error
-
-
-def _stored_in(path: Path) -> dict[str, Stored]:
-    """Return the tensors of a safetensors file."""
-    try:
-        with path.open("rb") as file:
-            length = int.from_bytes(file.read(8), "little")
-            header = json.loads(file.read(length))
-    except (OSError, ValueError) as error:
-        raise ExportError(f"{path} is no file of safetensors, or cut short: {error}") from error
-    found = {}
-    for name, entry in header.items():
-        if name != "__metadata__":
-            shape, dtype = tuple(entry["shape"]), _DTYPES.get(entry["dtype"], torch.uint8)
-            stride = tuple(torch.empty(shape, device="meta").stride())
-            found[name] = Stored(path, 8 + length + entry["data_offsets"][0], dtype, shape, stride)
-    return found

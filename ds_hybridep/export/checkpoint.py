@@ -9,41 +9,29 @@ those of experts are whole, [E, ...], in the order of the experts.
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 from ds_hybridep.errors import ExportError, UnsupportedError
-from ds_hybridep.export.stored import Parameter, Piece, Stored, in_files, load, whole
+from ds_hybridep.export.stored import Parameter, Piece, in_files, load, whole
 
 FACTOR_FILES = "hybridep_expert_adapters_*.pt"
 _CLASSIC = re.compile(r"(.*\.deepspeed_experts\.)(\d+)(\..*)")
 _RANK = re.compile(r"zero_pp_rank_(\d+)_mp_rank_(\d+)_")
 
 
-@dataclass
-class Checkpoint:
-    """What is in a checkpoint's folder."""
-
-    parameters: dict[str, Parameter] = field(default_factory=dict)
-    moe_paths: list[str] = field(default_factory=list)  # names of AutoEP's layers
-    is_classic: bool = False  # has layers of deepspeed.moe.layer.MoE
-
-
-def open_checkpoint(folder: Path) -> Checkpoint:
+def open_checkpoint(folder: Path) -> "Checkpoint":
     """Return all parameters of a checkpoint; ExportError if a file is missing, cut short or of another step."""
-    names = [path.name for path in folder.glob("*.pt")] if folder.is_dir() else []
+    names = [path.name for path in folder.glob("*.pt")]
     states = sorted(name for name in names if name.endswith("model_states.pt") and not name.startswith("layer_"))
-    if not states:
-        raise ExportError(
-            f"{folder} holds no files *model_states.pt; give the folder that save_checkpoint wrote, or one tag in it"
-        )
     for name in names:
         if (found := re.search(r"mp_rank_(\d+)", name)) and int(found[1]) > 0:
             raise UnsupportedError(f"{folder / name}: checkpoints of tensor or pipeline parallelism are not exported")
     loaded = [load(folder / name) for name in sorted(states, key=_rank_of)]
     try:
-        return _Opening(folder, loaded).result()
+        return Checkpoint(folder, loaded)
     except (KeyError, IndexError, TypeError, AttributeError, StopIteration) as error:
         raise ExportError(
             f"{folder} is not laid out as by DeepSpeed 0.19 ({type(error).__name__}: {error}); which version wrote it?"
@@ -55,49 +43,38 @@ def _rank_of(name: str) -> int:
     return int(found[1]) if found else 0
 
 
-class _Opening:
-    """Collects the parameters of one checkpoint."""
+class Checkpoint:
+    """What is in a checkpoint's folder: `parameters` by name.
+
+    moe_paths: names of AutoEP's layers.  is_classic: has layers of deepspeed.moe.layer.MoE.
+    """
 
     def __init__(self, folder: Path, states: list[dict[str, Any]]) -> None:
-        self.folder, self.states, self.state = folder, states, states[0]
+        self.parameters: dict[str, Parameter] = {}
+        self.folder, self.states, self.state, self.is_classic = folder, states, states[0], False
         self.world_size = int(self.state.get("dp_world_size", 1))
         self.layers: list[dict[str, Any]] = self.state.get("ds_autoep_layers") or []
+        self.moe_paths = [layer["module_path"] for layer in self.layers]
         self.is_partitioned = len(states) > 1 or _RANK.search(next(folder.glob("*_model_states.pt")).name) is not None
-        self.found = Checkpoint(moe_paths=[layer["module_path"] for layer in self.layers])
-        self.parameters = self.found.parameters
         # Experts in the order of ranks and of their weights, by the prefix of the weights' names.
         self.placement = {f"{layer['module_path']}.": _placement(layer) for layer in self.layers}
-
-    def result(self) -> Checkpoint:
-        """Return the checkpoint."""
         if self.is_partitioned:
-            self._check_count("*zero_pp_rank_*_model_states.pt", len(self.states), "model_states.pt")
-            self._same("global_steps", [state.get("global_steps") for state in self.states], "model_states.pt")
-        if any(self.folder.glob("*zero_pp_rank_*_optim_states.pt")) or self._has_zero():
+            paths = self._files_of_ranks("model_states.pt")
+            self._same("global_steps", paths, [state.get("global_steps") for state in self.states])
+        zero = (self.state.get("ds_config") or {}).get("zero_optimization") or {}
+        if any(self.folder.glob("*zero_pp_rank_*_optim_states.pt")) or zero.get("stage"):
             self._add_masters()
         self._add_fragments()
         self._add_factors()
         self._add_expert_files()
         self._add_module()
-        return self.found
-
-    def _has_zero(self) -> bool:
-        config = self.state.get("ds_config")
-        stage = (config.get("zero_optimization") or {}).get("stage", 0) if isinstance(config, Mapping) else 0
-        return bool(stage)
 
     # -- masters in ZeRO's partitions ---------------------------------------------------------------------------
 
     def _add_masters(self) -> None:
-        paths = sorted(self.folder.glob("*zero_pp_rank_*_optim_states.pt"), key=lambda path: _rank_of(path.name))
-        self._check_count("*zero_pp_rank_*_optim_states.pt", len(paths), "optim_states.pt")
-        optimizers = []
-        for path in paths:
-            loaded = load(path).get("optimizer_state_dict")
-            if not isinstance(loaded, Mapping):
-                raise ExportError(f"{path} has no optimizer_state_dict; was it written by another program?")
-            optimizers.append(loaded)
-        self._same("optimizer step", [_step_of(one) for one in optimizers], "optim_states.pt")
+        paths = self._files_of_ranks("optim_states.pt")
+        optimizers = [load(path)["optimizer_state_dict"] for path in paths]
+        self._same("optimizer step", paths, list(map(_step_of, optimizers)))
         parts: dict[str, dict[int, list[Piece]]] = {}  # by name and rank of the expert-parallel group
         shapes: dict[str, tuple[int, ...]] = {}
         for rank, optimizer in enumerate(optimizers):
@@ -137,8 +114,7 @@ class _Opening:
                 offset += share
 
     def _ep_rank(self, rank: int, ep_size: int) -> int:
-        config = self.state.get("ds_config")
-        strided = isinstance(config, Mapping) and config.get("use_data_before_expert_parallelism", False)
+        strided = (self.state.get("ds_config") or {}).get("use_data_before_expert_parallelism", False)
         return rank // (self.world_size // ep_size) if strided else rank % ep_size
 
     def _add_assembled(
@@ -156,7 +132,7 @@ class _Opening:
                 full = f"{before}{ep_rank * counts[before] + int(local)}{after}"
                 self.parameters[full] = in_files(shape, pieces)
         if _CLASSIC.fullmatch(name):
-            self.found.is_classic = True
+            self.is_classic = True
             return
         prefix = next((one for one in self.placement if name.startswith(f"{one}experts.")), None)
         if prefix is None:
@@ -188,7 +164,7 @@ class _Opening:
             left, pieces = math.prod(shape), []
             for state in self.states:
                 fragment = state["frozen_param_fragments"][name]
-                pieces.append(Piece(fragment, 0, min(fragment.numel, left)))
+                pieces.append(Piece(fragment, 0, min(fragment.numel(), left)))
                 left -= pieces[-1].numel
             if left:
                 raise ExportError(f"{self.folder}: {name} is incomplete in the files *model_states.pt of all ranks")
@@ -198,16 +174,16 @@ class _Opening:
         """Add the factors of experts that hybridep writes beside DeepSpeed's files."""
         found: dict[str, dict[int, Piece]] = {}
         shapes: dict[str, tuple[int, ...]] = {}
-        steps = {}
+        steps: dict[Path, Any] = {}
         for path in sorted(self.folder.glob(FACTOR_FILES)):
             for layer, entry in load(path).items():
-                steps[path.name] = entry.get("step")
+                steps[path] = entry.get("step")
                 for key, stored in entry["factors"].items():
                     name, size = f"{layer}.experts.{key}", math.prod(stored.shape[1:])
                     shapes[name] = stored.shape[1:]
                     for place, expert in enumerate(entry["experts"]):
                         found.setdefault(name, {})[expert] = Piece(stored, place * size, size)
-        self._same("step", list(steps.values()), FACTOR_FILES, list(steps))
+        self._same("step", list(steps), list(steps.values()))
         for name, by_expert in found.items():
             count = next(
                 one["num_experts"] for one in self.layers if name.startswith(f"{one['module_path']}.experts.")
@@ -220,43 +196,31 @@ class _Opening:
                 self._add_experts(name, (count, *shapes[name]), {expert: (one,) for expert, one in by_expert.items()})
 
     def _add_expert_files(self) -> None:
+        """Add what has no master from the files of single experts."""
+        left = [one for one in self.layers if f"{one['module_path']}.experts.w1" not in self.parameters]
+        counts = {layer["moe_layer_id"]: layer["num_experts"] for layer in left}
         if not self.layers:
-            self._add_classic_files()
-        for layer in self.layers:
-            prefix = f"{layer['module_path']}.experts"
-            if f"{prefix}.w1" in self.parameters:
-                continue
-            files = [
-                self.folder / f"layer_{layer['moe_layer_id']}_expert_{expert}_mp_rank_00_model_states.pt"
-                for expert in range(layer["num_experts"])
-            ]
-            loaded = [load(path) for path in files]
-            for weight in ("w1", "w2", "w3"):
-                by_expert = {}
-                for expert, (path, tensors) in enumerate(zip(files, loaded, strict=True)):
-                    if (key := f"{prefix}.{weight}.{expert}") not in tensors:
-                        raise ExportError(f"{path} has no {key}; is it a file of another model?")
-                    by_expert[expert] = (Piece(tensors[key], 0, tensors[key].numel),)
-                self._add_experts(
-                    f"{prefix}.{weight}", (len(files), *loaded[0][f"{prefix}.{weight}.0"].shape), by_expert
-                )
-
-    def _add_classic_files(self) -> None:
-        paths = sorted(self.folder.glob("layer_*_expert_*_model_states.pt"))
-        for path in paths:
-            for name, stored in load(path).items():
-                if isinstance(stored, Stored):
-                    self.parameters.setdefault(name, whole(stored))
-        self.found.is_classic = bool(paths)
-        for layer, count in enumerate(self.state.get("num_experts") or ()):
-            for expert in range(count):
-                path = self.folder / f"layer_{layer}_expert_{expert}_mp_rank_00_model_states.pt"
-                if not path.exists():
-                    raise ExportError(f"{path} is missing; the checkpoint has {count} experts in MoE layer {layer}")
+            counts = dict(enumerate(self.state.get("num_experts") or ()))
+            self.is_classic = any(counts.values())
+        by_name: dict[str, dict[int, list[Piece]]] = {}
+        shapes: dict[str, tuple[int, ...]] = {}
+        for layer, expert in ((layer, expert) for layer, count in counts.items() for expert in range(count)):
+            path = self.folder / f"layer_{layer}_expert_{expert}_mp_rank_00_model_states.pt"
+            for key, stored in load(path).items():
+                if not isinstance(stored, Tensor):
+                    continue
+                if self.is_classic:
+                    self.parameters.setdefault(key, whole(stored))
+                    continue
+                name, _, number = key.rpartition(".")  # M.experts.w1.3
+                by_name.setdefault(name, {})[int(number)] = [Piece(stored, 0, stored.numel())]
+                shapes[name] = (counts[layer], *stored.shape)
+        for name, by_expert in by_name.items():
+            self._add_experts(name, shapes[name], by_expert)
 
     def _add_module(self) -> None:
         for name, stored in self.state["module"].items():
-            if isinstance(stored, Stored) and (stored.numel or not self.is_partitioned):  # ZeRO 3 leaves empty ones
+            if isinstance(stored, Tensor) and (stored.numel() or not self.is_partitioned):  # ZeRO 3 leaves empty ones
                 self.parameters.setdefault(name, whole(stored))
         for name, source in (self.state.get("shared_params") or {}).items():
             if source in self.parameters:
@@ -264,27 +228,29 @@ class _Opening:
 
     # -- checks -------------------------------------------------------------------------------------------------
 
-    def _check_count(self, pattern: str, count: int, ending: str) -> None:
-        there = {_rank_of(path.name) for path in self.folder.glob(pattern)}
-        if missing := sorted(set(range(self.world_size)) - there):
+    def _files_of_ranks(self, ending: str) -> list[Path]:
+        """Return the files with this ending, in the order of ranks."""
+        paths = sorted(self.folder.glob(f"*zero_pp_rank_*_{ending}"), key=lambda path: _rank_of(path.name))
+        ranks = [_rank_of(path.name) for path in paths]
+        if missing := sorted(set(range(self.world_size)) - set(ranks)):
             path = self.folder / f"zero_pp_rank_{missing[0]}_mp_rank_00_{ending}"
             raise ExportError(
                 f"{path} is missing: the checkpoint is of {self.world_size} ranks, and {missing} have no files here; "
                 f"copy them from their machines"
             )
-        if count != self.world_size:
+        if len(ranks) != self.world_size:
             raise ExportError(
-                f"{self.folder} holds {count} files {pattern}, and the checkpoint is of {self.world_size} ranks; are "
-                f"files of another run in this folder?"
+                f"{self.folder} holds {len(ranks)} files *_{ending}, and the checkpoint is of {self.world_size} "
+                f"ranks; are files of another run in this folder?"
             )
+        return paths
 
-    def _same(self, what: str, values: Sequence[Any], ending: str, names: Sequence[str] = ()) -> None:
-        for position, value in enumerate(values):
+    def _same(self, what: str, paths: Sequence[Path], values: Sequence[Any]) -> None:
+        for path, value in zip(paths, values, strict=True):
             if value != values[0]:
-                name = names[position] if names else f"zero_pp_rank_{position}_mp_rank_00_{ending}"
                 raise ExportError(
-                    f"{self.folder / name} is of {what} {value}, the file of rank 0 of {what} {values[0]}; files "
-                    f"of all ranks must come from one save"
+                    f"{path} is of {what} {value}, the file of rank 0 of {what} {values[0]}; files of all ranks must "
+                    f"come from one save"
                 )
 
 
@@ -323,5 +289,5 @@ def _step_of(optimizer: Mapping[str, Any]) -> Any:
     for entry in (*(base.get("state") or {}).values(), *(base.get("param_groups") or ())):
         step = entry.get("step") if isinstance(entry, Mapping) else None
         if step is not None:
-            return float(step.value()) if isinstance(step, Stored) else float(step)
+            return float(step)
     return None

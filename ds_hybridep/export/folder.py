@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ds_hybridep.errors import ExportError
+from ds_hybridep.errors import ConfigError, ExportError
 
 DTYPE_NAMES = {
     torch.float64: "F64",
@@ -56,7 +56,6 @@ def whole_folder(target: Path, *, replace: bool = False) -> Iterator[Path]:
                 _move_into(partial, target)
             else:
                 os.replace(partial, target)  # also in the place of an empty folder
-            _sync(target.parent)
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise
@@ -76,7 +75,6 @@ def _move_into(source: Path, target: Path) -> None:
     for path in sorted(source.iterdir(), key=lambda path: path.name in FIRST_READ):
         os.replace(path, target / path.name)
     source.rmdir()
-    _sync(target)
 
 
 @contextlib.contextmanager
@@ -93,16 +91,6 @@ def _naming(folder: Path) -> Iterator[None]:
         ) from error
 
 
-def check_space(folder: Path, num_bytes: int) -> None:
-    """Raise ExportError if `num_bytes` are not free where `folder` is."""
-    free = shutil.disk_usage(folder).free
-    if num_bytes > free:
-        raise ExportError(
-            f"{folder.parent}: the export needs {num_bytes / 1e9:.1f} GB, and {free / 1e9:.1f} GB are free; free some "
-            f"space, or name a folder on another disk"
-        )
-
-
 class ShardWriter:
     """Writes tensors, one by one and in any order, into safetensors files whose contents are planned before."""
 
@@ -112,10 +100,18 @@ class ShardWriter:
 
         self._folder, self._stem, self._planned = folder, stem, dict(planned)
         self._missing = set(planned)
-        self._split = split_torch_state_dict_into_shards(
-            self._planned, filename_pattern=f"{stem}{{suffix}}.safetensors", max_shard_size=max_shard_size
-        )
-        check_space(folder, sum(one.nbytes for one in planned.values()))
+        try:
+            self._split = split_torch_state_dict_into_shards(
+                self._planned, filename_pattern=f"{stem}{{suffix}}.safetensors", max_shard_size=max_shard_size
+            )
+        except ValueError as error:
+            raise ConfigError(f"--max-shard-size: got {max_shard_size!r}; give a size such as 5GB or 500MB") from error
+        num_bytes, free = sum(one.nbytes for one in planned.values()), shutil.disk_usage(folder).free
+        if num_bytes > free:
+            raise ExportError(
+                f"{folder.parent}: the export needs {num_bytes / 1e9:.1f} GB, and {free / 1e9:.1f} GB are free; free "
+                f"some space, or name a folder on another disk"
+            )
         self._begins: dict[str, int] = {}
         for name, tensors in self._split.filename_to_tensors.items():
             self._write_header(folder / name, tensors)
@@ -145,20 +141,9 @@ class ShardWriter:
         self._missing.discard(name)
 
     def close(self) -> None:
-        """Bring all files to the disk, and write the index if there are several."""
+        """Write the index if there are several files."""
         assert not self._missing, f"never written: {sorted(self._missing)[:5]}"
-        for name in self._split.filename_to_tensors:
-            _sync(self._folder / name)
         if self._split.is_sharded:
             index = {"metadata": self._split.metadata, "weight_map": self._split.tensor_to_filename}
             path = self._folder / f"{self._stem}.safetensors.index.json"
             path.write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8")
-            _sync(path)
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

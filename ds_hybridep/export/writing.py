@@ -22,14 +22,16 @@ from ds_hybridep.export.names import fit, sort_names
 from ds_hybridep.export.stored import Parameter
 
 Form = Literal["adapters", "merged", "per-expert"]
-DTYPES = {
-    "float32": torch.float32,
-    "fp32": torch.float32,
-    "float16": torch.float16,
-    "fp16": torch.float16,
-    "bfloat16": torch.bfloat16,
-    "bf16": torch.bfloat16,
-}
+DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+DTYPES |= {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+
+
+def dtype_of(name: object, where: str) -> torch.dtype | None:
+    """Return the dtype of this name, None for None; ConfigError, which begins with `where`, for another name."""
+    plain = str(name).removeprefix("torch.")
+    if name is not None and plain not in DTYPES:
+        raise ConfigError(f"{where}: got {name!r}; give one of {', '.join(DTYPES)}")
+    return DTYPES.get(plain)
 
 
 @dataclass(frozen=True)
@@ -58,21 +60,10 @@ class Plan:
 
 @dataclass(frozen=True)
 class Options:
-    """How to write.  Raises ConfigError for what is no size."""
+    """How to write."""
 
     form: Form | None = None  # None: adapters if the training has any, else the whole model
     dtype: torch.dtype | None = None  # None: that of the model
-    max_shard_size: str = "5GB"
-
-    def __post_init__(self) -> None:
-        from huggingface_hub import split_torch_state_dict_into_shards
-
-        try:
-            split_torch_state_dict_into_shards({}, max_shard_size=self.max_shard_size)
-        except ValueError as error:
-            raise ConfigError(
-                f"--max-shard-size: got {self.max_shard_size!r}; give a size such as 5GB or 500MB"
-            ) from error
 
 
 def _meta(dtype: torch.dtype, shape: Sequence[int]) -> Tensor:
@@ -108,7 +99,7 @@ def plan_model(
     if options.form == "per-expert":
         return _per_expert(skeleton, peft_model, model, dtype)
     items = [_single(key, parameter, dtype) for key, parameter in peft_model.parameters().items()]
-    return Plan("adapter_model", items, partial(_finish_adapters, config, model.name))
+    return Plan("adapter_model", items, partial(adapters.write_config, config, model.name))
 
 
 def _skeleton(weights: Mapping[str, Parameter], moe_paths: Sequence[str], model: Any) -> Skeleton:
@@ -157,7 +148,7 @@ def _whole(
 
 
 def _dtype(skeleton: Skeleton, model: Any, options: Options, name: str, hub_name: str) -> torch.dtype:
-    if skeleton.keeps_fp32(name):
+    if any(part in name for part in getattr(skeleton.model, "_keep_in_fp32_modules_strict", None) or ()):
         return torch.float32
     return options.dtype or model.dtype_of(hub_name)
 
@@ -184,7 +175,7 @@ def _single(name: str, parameter: Parameter, dtype: torch.dtype) -> Item:
 
 
 def _per_expert(skeleton: Skeleton, peft_model: adapters.PeftModel, model: Any, dtype: torch.dtype) -> Plan:
-    if peft_model.has_saved_modules:
+    if any(".lora_" not in key for key in peft_model.shapes):
         raise UnsupportedError(
             "layers of modules_to_save cannot be in adapters per expert; use --adapters or --merged"
         )
@@ -196,12 +187,8 @@ def _per_expert(skeleton: Skeleton, peft_model: adapters.PeftModel, model: Any, 
             items.append(Item(factor, dtype, planned, partial(adapters.split_factor, skeleton, target, which, shapes)))
     plan = Plan("adapter_model", items)
     config = adapters.per_expert_config(peft_model.config, plan.planned)
-    plan.finish = partial(_finish_adapters, config, model.name)
+    plan.finish = partial(adapters.write_config, config, model.name)
     return plan
-
-
-def _finish_adapters(config: Any, base_name: str, folder: Path) -> None:
-    adapters.write_config(config, folder, base_name)
 
 
 def _finish_model(skeleton: Skeleton, model: Any, dtype: torch.dtype, folder: Path) -> None:
@@ -212,16 +199,12 @@ def _finish_model(skeleton: Skeleton, model: Any, dtype: torch.dtype, folder: Pa
     config.save_pretrained(folder)
 
 
-def _read(item: Item) -> Tensor:
-    return item.parameter.read(item.dtype)
-
-
 def write_files(
     plan: Plan,
     folder: Path,
     max_shard_size: str,
     progress: Callable[[int], object] = lambda num_bytes: None,
-    read: Callable[[Item], Tensor] = _read,
+    read: Callable[[Item], Tensor] = lambda item: item.parameter.read(item.dtype),
 ) -> None:
     """Write into a folder what the plan says, last what a loader reads first.  progress: is told bytes written."""
     # peft reads one file of adapters, never an index.

@@ -38,7 +38,7 @@ from ds_hybridep.transport.job import backends_of, longest_wait_s
 from ds_hybridep.transport.job_link import LinkSettings
 from ds_hybridep.version import __version__
 
-_attached: weakref.WeakSet["Attachment"] = weakref.WeakSet()
+attached: weakref.WeakSet["Attachment"] = weakref.WeakSet()  # in this process
 _left_open: list[Callable[[], None]] = []  # closes connections of engines that were dropped
 _still_watching: list[Callable[[], int]] = []  # starts that failed
 
@@ -124,7 +124,7 @@ class Attachment(EngineStep):
             self.runtime = build()
             made.pop_all()
         engine.__dict__["_hybridep_attachment"] = self
-        _attached.add(self)
+        attached.add(self)
 
     # -- the end ----------------------------------------------------------------------------------------------------
 
@@ -140,7 +140,7 @@ class Attachment(EngineStep):
 
         has_failed: the start has failed.
         """
-        _attached.discard(self)
+        attached.discard(self)
         self.engine.__dict__.pop("_hybridep_attachment", None)
         self._plan_patches.undo()
         self.patches.undo()
@@ -232,17 +232,12 @@ class Attachment(EngineStep):
 
 def the_one_of_a_site() -> Attachment:
     """Return the attachment of an engine that trains together with other sites; ConfigError if there is none."""
-    for attachment in _attached:
+    for attachment in list(attached):
         if attachment.sites is not None:
             return attachment
     raise ConfigError(
         "no engine of this process trains together with other sites; give ds_hybridep.site the ds_config or the engine"
     )
-
-
-def attached() -> list[Attachment]:
-    """Return what this process has attached, without what was undone."""
-    return list(_attached)
 
 
 def attachment_of(engine: Any) -> Attachment:

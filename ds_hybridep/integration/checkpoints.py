@@ -29,8 +29,10 @@ def save(
     is_first = transport.rank == 0
     # Engines that write in the background do not say when they have finished.
     marks = is_first and not engine.checkpoint_engine.is_decoupled()
+    mark = folder / whole_checkpoints.MARK  # from before the first rank writes until all have written
     if marks:
-        whole_checkpoints.begin(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        mark.touch()
     agree({"saves": tag}, transport.timeout_s)
     # Ours come first: DeepSpeed ends with the file that names the newest checkpoint, and a barrier.
     attachment.runtime.codecs.save(folder, engine.global_steps)
@@ -48,7 +50,7 @@ def save(
     saved = original(save_dir, tag, *args, **kwargs)
     with announcing_failure():
         if marks:
-            whole_checkpoints.end(folder)
+            mark.unlink(missing_ok=True)
     agree({"saved": tag}, transport.timeout_s)  # a rank that returned earlier could find the mark
     return saved
 

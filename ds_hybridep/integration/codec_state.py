@@ -38,7 +38,7 @@ class CodecState:
         config: HybridEPConfig,
         transport: Transport,
         planned: Sequence[PlannedLayer],
-        migration: MigrationManager | None,
+        migration: MigrationManager,
         waiting: UndeliveredGradients,
         syncs: Mapping[str, GroupSync],
         changes: StepChanges,
@@ -61,10 +61,9 @@ class CodecState:
 
     def save(self, folder: Path, step: int) -> None:
         """Write what lossy codecs keep into a checkpoint's folder, before it is complete; all ranks must call."""
-        if self._migration is not None:
-            if self.feedbacks:
-                self._migration.refresh_stale()
-            self._migration.finish()  # a run that resumes begins with up-to-date replicas
+        if self.feedbacks:
+            self._migration.refresh_stale()
+        self._migration.finish()  # a run that resumes begins with up-to-date replicas
         saved = self._state() if self.feedbacks or self._groups or self.waiting.is_in_use else None
         about = {"plan": self.plan, "step": step, "world_size": self._transport.world_size}
         write(folder, self._transport.rank, self._transport.world_size, saved and {**about, **saved})
@@ -92,8 +91,7 @@ class CodecState:
         files = sorted(folder.glob(PATTERN))
         saved = self._of_this_plan(folder, files, step)
         if saved is not None:
-            if self._migration is not None:
-                self._migration.refresh()
+            self._migration.refresh()
             for replicas in self.replicas:
                 if replicas.feedback is not None:
                     replicas.feedback.load_state_dict(saved["experts"][replicas.layer])
@@ -151,8 +149,7 @@ class CodecState:
         """Call after weights were loaded: drops residuals, and lets the next forward ship the weights."""
         self._changes.commit()  # changes from before the load cannot be undone
         self.waiting.remove()
-        if self._migration is not None:
-            self._migration.mark_weights_changed()
+        self._migration.mark_weights_changed()
         for feedback in self.feedbacks:
             feedback.gradients.forget()
         for sync in self._syncs.values():
@@ -168,7 +165,7 @@ class CodecState:
 
     @property
     def replicas(self) -> list[Replicas]:
-        return [] if self._migration is None else [layer.replicas for layer in self._migration.layers]
+        return [layer.replicas for layer in self._migration.layers]
 
 
 # -- files --------------------------------------------------------------------------------------------------------

@@ -14,12 +14,13 @@ from typing import Any
 
 import torch
 from deepspeed.moe.utils import is_moe_param
-from deepspeed.utils import groups, log_dist
+from deepspeed.utils import groups
 from torch import Tensor
 
 from ds_hybridep.config import HybridEPConfig
 from ds_hybridep.errors import PlanError
 from ds_hybridep.experts.layer_spec import LayerSpec
+from ds_hybridep.integration.log import log_dist
 from ds_hybridep.integration.norms import GradientNorms
 from ds_hybridep.integration.patches import BF16_MODULE, ENGINE, ZERO_MODULE, ZERO_OPTIMIZER, Patches
 from ds_hybridep.plan.partition import Partition
@@ -41,18 +42,13 @@ def why_unsupported(engine: Any) -> str:
     """Return the setting that makes DeepSpeed sum gradients in an unsupported way, and what to do; else empty."""
     zero, is_partitioned = engine._config.zero_config, engine.zero_optimization()
     is_sparse = any(getattr(module, "sparse", False) is True for module in engine.module.modules())
-    owners_only = "leave it at true: level by level, each sum goes to its owner alone anyway"
     reasons = {
         "ZeRO stage 3; use stage 0, 1 or 2": engine.zero_optimization_stage() == 3,
         "gradient_predivide_factor; leave it at 1": engine.gradient_predivide_factor() != 1.0,
         "parameters with sparse gradients (torch.nn.Embedding(sparse=True)); build them with sparse=False": is_sparse,
     }
-    for name, remedy in {
-        "contiguous_gradients": "leave it at true",
-        "reduce_scatter": "leave it at true",
-        "use_multi_rank_bucket_allreduce": owners_only,
-    }.items():
-        reasons[f"zero_optimization.{name} = false; {remedy}"] = is_partitioned and not getattr(zero, name)
+    for name in ("contiguous_gradients", "reduce_scatter", "use_multi_rank_bucket_allreduce"):
+        reasons[f"zero_optimization.{name} = false; leave it at true"] = is_partitioned and not getattr(zero, name)
     ranks = group_ranks(engine.seq_data_parallel_group)
     reasons[
         f"dense parameters that are data-parallel over ranks {list(ranks)} of {engine.world_size}; leave out the mpu"
@@ -207,19 +203,14 @@ class DenseSync:
         if sync is None:
             return original(bucket, dp_group, dp_world_size)
         num_ranks = len(sync.ranks) if dp_world_size is None else dp_world_size
-        before, after = 1.0, 1.0
-        if engine.gradient_average and engine.postscale_gradients():
-            before, after = 1.0 / engine.gradient_predivide_factor(), engine.gradient_predivide_factor() / num_ranks
-        elif engine.gradient_average:
-            before = 1.0 / num_ranks
         flat: Tensor = engine.flatten(bucket)
         total = flat.to(engine.communication_data_type)
-        if before != 1.0:
-            total.mul_(before)
+        if engine.gradient_average and not engine.postscale_gradients():
+            total.mul_(1.0 / num_ranks)
         labels = [getattr(tensor, "hybridep", None) for tensor in bucket]
         sync.all_reduce(total, [span for label in labels if label for span in label.spans] if all(labels) else ())
-        if after != 1.0:
-            total.mul_(after)
+        if engine.gradient_average and engine.postscale_gradients():
+            total.mul_(1.0 / num_ranks)
         return flat.copy_(total) if total is not flat else flat
 
     def _label_slices(

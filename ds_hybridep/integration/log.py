@@ -58,10 +58,6 @@ class _Screen(logging.StreamHandler):  # type: ignore[type-arg]  # Python 3.10 t
     """Writes what no handler of the script takes."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        logger: logging.Logger | None = logging.getLogger(record.name)
-        while logger is not None:
-            if any(handler is not self for handler in logger.handlers):
-                return
-            logger = logger.parent if logger.propagate else None
-        self.stream = sys.stderr  # scripts may replace it at any time
-        super().emit(record)
+        if all(handler is self for handler in (*_logger.handlers, *logging.root.handlers)):
+            self.stream = sys.stderr  # scripts may replace it at any time
+            super().emit(record)

@@ -58,30 +58,25 @@ class Patch:
     is_method: bool = True  # False for an attribute that only instances have
 
 
+# Parameters of methods below.
+_SUMS = "bucket", "communication_data_type", "process_group"
+_LOADED = "load_optimizer_states", "load_module_only"
+_LAYERS = ("autoep_layers_metadata",)
+
 TABLE = (
     # The import hook makes these.
     Patch(ENGINE, "_configure_distributed_model", "an engine with the block attaches itself", "exit", ("model",)),
     Patch(ENGINE, "_configure_expert_parallel", "peft's wrappers go before AutoEP looks", "exit", ("model",)),
-    Patch(
-        ENGINE, "__init__", "undo a start that fails; refuse the block where it cannot work", "exit", ("config_class",)
-    ),
+    Patch(ENGINE, "__init__", "undo a start that fails; refuse a block that cannot work", "exit", ("config_class",)),
     Patch(CHECKPOINT, "_lightweight_autoep_metadata", "ds_to_universal learns of adapters", "exit", ("model_state",)),
-    Patch(
-        UNIVERSAL,
-        "get_autoep_zero12_expert_param_info",
-        "ds_to_universal takes adapters of experts along",
-        "exit",
-        ("autoep_layers_metadata",),
-    ),  # fmt: skip
+    Patch(UNIVERSAL, "get_autoep_zero12_expert_param_info", "and takes them along", "exit", _LAYERS),
     # While AutoEP makes its layers, from transformers 5.23 on.
     Patch(TRANSFORMERS_OUTPUTS, "_CAN_RECORD_REGISTRY", "AutoEP takes it for a plain dict", "AutoEP", is_method=False),
     # The engine's optimizer step.
-    Patch(ENGINE, "_configure_optimizer", "the optimizer's own rows are changed as soon as it is there"),
     Patch(ENGINE, "_take_model_step", "weights are shipped after each step, gradients must be back before it"),
     Patch(OPTIMIZER, "step_pre_hook", "from then on a step is not skipped any more", is_method=False),
     Patch(ENGINE, "zero_grad", "sums of replicas are forgotten with the owners' gradients"),
     Patch(ZERO_OPTIMIZER, "zero_grad", "sums of replicas are forgotten with the owners' gradients"),
-    Patch(MODULE, "zero_grad", "the model's own zero_grad forgets sums of replicas too", "last detach"),
     Patch(MODULE, "forward_pre_hook", "notices gradients set to None; counts tokens for plans", is_method=False),
     # The layers.
     Patch(MODULE, "_hybridep", "what a MoE layer's forward below looks for", is_method=False),
@@ -92,12 +87,7 @@ TABLE = (
     Patch(DEEPSPEED_CHECKPOINTING, "apply", "see checkpoint_guard", "last detach"),
     # Checkpoints and models that are written.
     Patch(ENGINE, "save_checkpoint", "the state of codecs, adapters and plan is saved too", parameters=("tag",)),
-    Patch(
-        ENGINE,
-        "load_checkpoint",
-        "and loaded; then weights are shipped",
-        parameters=("load_optimizer_states", "load_module_only"),
-    ),  # fmt: skip
+    Patch(ENGINE, "load_checkpoint", "and loaded; then weights are shipped", parameters=_LOADED),
     Patch(ENGINE, "load_module_state_dict", "files hold only the adapters of one rank", parameters=("checkpoint",)),
     Patch(MODULE, "load_state_dict_post_hook", "weights that were loaded are shipped", is_method=False),
     Patch(ENGINE, "save_16bit_model", "it would write the experts of rank 0 only", parameters=("save_dir",)),
@@ -112,18 +102,8 @@ TABLE = (
     Patch(ENGINE, "_get_gradients_for_reduction", "says whose gradients ZeRO 0 is about to sum"),
     Patch(ENGINE, "allreduce_bucket", "dense sums of ZeRO 0 go level by level", parameters=("bucket", "dp_group")),
     Patch(ZERO_OPTIMIZER, "independent_gradient_partition_epilogue", "ZeRO 2's sums cross slow levels in the end"),
-    Patch(
-        ZERO_OPTIMIZER,
-        "allreduce_and_scatter",
-        "says whose gradients a bucket holds, and who needs them",
-        parameters=("bucket", "communication_data_type", "process_group"),
-    ),
-    Patch(
-        ZERO_OPTIMIZER,
-        "allreduce_bucket",
-        "a sum goes level by level, to its owner only",
-        parameters=("bucket", "communication_data_type", "process_group"),
-    ),
+    Patch(ZERO_OPTIMIZER, "allreduce_and_scatter", "says whose gradients a bucket holds, for whom", parameters=_SUMS),
+    Patch(ZERO_OPTIMIZER, "allreduce_bucket", "a sum goes level by level, to its owner only", parameters=_SUMS),
     Patch(ZERO_OPTIMIZER, "has_overflow", "the flag and the norms of all parameter groups travel together"),
     Patch(ZERO_OPTIMIZER, "scaled_global_norm", "the same, where nobody has asked for the flag"),
     Patch(ZERO_OPTIMIZER, "get_grad_norm_direct", "norms have come with the flag", parameters=("gradients",)),

@@ -254,19 +254,14 @@ class EngineStep:
     def bind_step(self) -> None:
         """Change the engine's step and all that forgets gradients."""
         for method, replacement in (
-            ("_configure_optimizer", self._configure_optimizer),
             ("_take_model_step", self._take_step),
             ("zero_grad", partial(self._zero_grad, by_optimizer=False)),
         ):
             self.patches.wrap(ENGINE, method, self.engine, replacement)
-        self._watch_optimizer()
+        self.watch_optimizer()
 
-    def _configure_optimizer(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
-        original(*args, **kwargs)
-        self._watch_optimizer()
-
-    def _watch_optimizer(self) -> None:
-        """Connect the optimizer as soon as it exists: DeepSpeed makes it after we attach."""
+    def watch_optimizer(self) -> None:
+        """Connect the optimizer once it exists: DeepSpeed makes it after an engine with the block is attached."""
         optimizer = getattr(self.engine, "optimizer", None)
         if self.optimizer is not None or not hasattr(optimizer, "zero_grad"):
             return
@@ -285,7 +280,6 @@ class EngineStep:
             self.dense.watch(optimizer)
 
     def _take_step(self, original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
-        self._watch_optimizer()
         runtime, planner, dense, sites = self.runtime, self.planner, self.dense, self.sites
         runtime.before_step()
         try:

@@ -10,7 +10,6 @@ import copy
 import sys
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ds_hybridep.errors import ConfigError, ExportError, UnsupportedError
+from ds_hybridep.errors import ExportError, HybridEPError, UnsupportedError
 from ds_hybridep.experts.partitioned import is_partitioned
 from ds_hybridep.export import writing
 from ds_hybridep.export.base import Skeleton, without_weights
@@ -55,10 +54,7 @@ def save_pretrained(
         ConfigError, UnsupportedError: this model cannot be written so.
         ExportError: the folder could not be written, and on no rank is anything left of it.
     """
-    wanted = writing.DTYPES.get(str(dtype).removeprefix("torch.")) if dtype is not None else None
-    if dtype is not None and wanted is None:
-        raise ConfigError(f"dtype: got {dtype!r}; give one of {', '.join(writing.DTYPES)}")
-    options = writing.Options(form, wanted, max_shard_size)
+    options = writing.Options(form, writing.dtype_of(dtype, "dtype"))
     module = engine.module
     model = LiveModel(module)
     with torch.random.fork_rng(devices=[]):  # modules without weights are made, and the training must not notice
@@ -85,47 +81,46 @@ def _write(plan: writing.Plan, folder: Path, max_shard_size: str) -> str:
         try:
             with whole_folder(folder, replace=True) as partial_folder:
                 writing.write_files(plan, partial_folder, max_shard_size, read=read)
-        except ExportError as error:
+        except HybridEPError as error:
             said = str(error)
     while left:  # also on rank 0 after an error: the other ranks do not know yet
         read(left[0])
     return said
 
 
-@dataclass(frozen=True, eq=False)
-class LiveParameter:
-    """A parameter of the module; experts are gathered from the ranks of the expert-parallel group."""
+def _live(tensor: Tensor, shape: tuple[int, ...], layer: Any = None) -> Parameter:
+    """Return a parameter or buffer of the module, whose experts are gathered from the ranks of the AutoEP `layer`.
 
-    tensor: Any  # parameter or buffer
-    shape: tuple[int, ...]
-    layer: Any = None  # of AutoEP, for its experts
+    Its `read` returns it on rank 0, and zeros elsewhere; all ranks must call.
+    """
 
     @torch.no_grad()
-    def read(self, dtype: torch.dtype) -> Tensor:
-        """Return it on rank 0, rounded to `dtype`, and zeros elsewhere; all ranks must call."""
-        own = self._own(dtype)
-        parts = [own] if self.layer is None else gather_to_first(own.contiguous(), self.layer.ep_group)
+    def read(dtype: torch.dtype) -> Tensor:
+        own = _own(tensor, dtype)
+        parts = [own] if layer is None else gather_to_first(own.contiguous(), layer.ep_group)
         if parts is None or own_rank() != 0:
-            return torch.zeros((), dtype=dtype).expand(self.shape)
-        whole = torch.empty(self.shape, dtype=dtype)
-        if self.layer is None:
+            return torch.zeros((), dtype=dtype).expand(shape)
+        whole = torch.empty(shape, dtype=dtype)
+        if layer is None:
             return whole.copy_(parts[0])
         for ep_rank, part in enumerate(parts):
-            whole[experts_of(self.layer, ep_rank)] = part.cpu()
+            whole[experts_of(layer, ep_rank)] = part.cpu()
         return whole
 
-    def _own(self, dtype: torch.dtype) -> Tensor:
-        import deepspeed
-        from deepspeed.utils import safe_get_full_fp32_param
+    return Parameter(shape, tensor.dtype, read)
 
-        held: Tensor = self.tensor.detach()
-        if dtype.itemsize > held.dtype.itemsize and (master := safe_get_full_fp32_param(self.tensor)) is not None:
-            held = master
-        elif is_partitioned(self.tensor):
-            with deepspeed.zero.GatheredParameters([self.tensor]):
-                gathered: Tensor = self.tensor.detach().to(dtype, copy=True)
-                return gathered
-        return held.to(dtype)
+
+def _own(tensor: Any, dtype: torch.dtype) -> Tensor:
+    import deepspeed
+    from deepspeed.utils import safe_get_full_fp32_param
+
+    held: Tensor = tensor.detach()
+    if dtype.itemsize > held.dtype.itemsize and (master := safe_get_full_fp32_param(tensor)) is not None:
+        held = master
+    elif is_partitioned(tensor):
+        with deepspeed.zero.GatheredParameters([tensor]):
+            held = tensor.detach().to(dtype, copy=True)
+    return held.to(dtype)
 
 
 class LiveModel:
@@ -190,10 +185,6 @@ def _parameters_of(module: nn.Module) -> Iterator[tuple[str, Parameter]]:
             if name not in owner._non_persistent_buffers_set:
                 full = f"{path}.{name}" if path else name
                 yield full, _live(buffer, tuple(buffer.shape))
-
-
-def _live(tensor: Tensor, shape: tuple[int, ...], layer: Any = None) -> Parameter:
-    return Parameter(shape, tensor.dtype, LiveParameter(tensor, shape, layer).read)
 
 
 # -- what people call already -------------------------------------------------------------------------------------

@@ -97,7 +97,7 @@ def checked_config(engine: Any, config: Mapping[str, Any] | HybridEPConfig | Non
 
 def _refuse_owned(layers: Mapping[str, nn.Module]) -> None:
     """Raise ConfigError if another engine has one of the layers."""
-    owned = {id(layer) for attachment in attached() for layer in attachment.layers.values()}
+    owned = {id(layer) for attachment in list(attached) for layer in attachment.layers.values()}
     if taken := next((name for name, layer in layers.items() if id(layer) in owned), None):
         raise ConfigError(
             f"{taken} belongs to another engine, to which hybridep is attached; call that engine's destroy(), or "
@@ -134,7 +134,6 @@ def _bind_engine(attachment: Attachment) -> None:
             load = partial(adapters.load_module_state_dict, adapted)
             patches.wrap(ENGINE, "load_module_state_dict", engine, load)
         saving.bind(patches, engine, has_adapters=bool(adapted))
-    patches.share(MODULE, "zero_grad", _wrap_zero_grad_of_module)
     attachment.bind_step()
 
 
@@ -160,21 +159,6 @@ def _wrap_del(original: Callable[..., None]) -> Callable[..., None]:
         original(engine)
 
     return __del__
-
-
-def _wrap_zero_grad_of_module(original: Callable[..., Any]) -> Callable[..., None]:
-    """Let `torch.nn.Module.zero_grad` also clear sums of replicas if the module holds all experts of an engine."""
-
-    def zero_grad(module: nn.Module, *args: Any, **kwargs: Any) -> None:
-        original(module, *args, **kwargs)
-        attachments = attached()
-        cleared = {id(parameter) for parameter in module.parameters()} if attachments else set()
-        for attachment in attachments:
-            owned = attachment.owned_in_grad()
-            if owned and all(id(parameter) in cleared for parameter in owned):
-                attachment.clear_gradients()
-
-    return zero_grad
 
 
 # -- what the import hook calls -----------------------------------------------------------------------------------
@@ -204,8 +188,10 @@ def configure_expert_parallel(
 
 
 def finish_start(engine: nn.Module) -> None:
-    """The engine is made: join the other sites, if there are any."""
-    attachment_of(engine).join_sites()
+    """The engine is made, and its optimizer: connect that, and join the other sites if there are any."""
+    attachment = attachment_of(engine)
+    attachment.watch_optimizer()
+    attachment.join_sites()
 
 
 def undo_start(engine: nn.Module) -> None:

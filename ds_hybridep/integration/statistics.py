@@ -6,11 +6,11 @@ import statistics
 from collections import deque
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import astuple
+from dataclasses import asdict
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from ds_hybridep.integration.build import PlannedLayer
 from ds_hybridep.sync.counters import CodecSums
@@ -33,7 +33,7 @@ class Statistics:
     ) -> None:
         self._transport, self._layers, self._counts_dense = transport, list(layers), counts_dense
         self.num_steps = 0
-        self._reported: tuple[int, Tensor] = 0, torch.zeros(())  # last report: steps, seconds waited by rank
+        self._reported: tuple[int, list[float]] | None = None  # last report: steps, seconds waited by rank
         self.step_ends: deque[float] = deque(maxlen=NUM_TIMED_STEPS + 1)
 
     def local(self) -> dict[str, Any]:
@@ -42,100 +42,94 @@ class Statistics:
         Values that are not counted are None.  A layer's "codecs" is what lossy codecs do on this rank; to know it, all
         owned weights are read.
         """
-        transport, traffic = self._transport, self._transport.traffic
-        counters = {name: getattr(traffic, name) for name in ("sent_bytes", "received_bytes", "sent_messages")}
-        levels: list[dict[str, Any]] = []
-        for at, num_bytes in enumerate(self._plain_ep_bytes()):
-            found = {name: {kind: one.get((at, kind), 0) for kind in KINDS} for name, one in counters.items()}
-            others = {"plain_ep_bytes": num_bytes, "waits": traffic.waits.get(at, 0)}
-            levels.append({"name": transport.cluster.levels[at].name, **found, **others})
-        layers: list[dict[str, Any]] = []
-        for layer, _ in self._layers:
-            sums = self._codec_sums(layer)
-            counts = {name: getattr(layer.stats, name) for name in ("calls", "rows_sent", "rows_computed")}
-            layers.append({"name": layer.name, **counts, "codecs": {} if sums is None else sums.record()})
-        record = {
-            "rank": transport.rank,
-            "steps": self.num_steps,
-            "levels": levels,
-            "exposed_s": {kind: traffic.exposed_s.get(kind, 0.0) for kind in EXPOSED_KINDS},
-            "layers": layers,
-            "link": transport.link.report(),
-        }
-        return self._without_dense(record)
+        return {"rank": self._transport.rank, **self._record(self._counters(), 1)}
 
     def gather_job(self) -> dict[str, Any] | None:
         """Return the job's counters on rank 0, None on other ranks; all ranks must call at the same step.
 
-        Bytes are sums over ranks; exposed seconds and waits are means.  "step_s", the median seconds from one step to
+        Counts are sums over ranks; exposed seconds and waits are means.  "step_s", the median seconds from one step to
         the next, and "link" are rank 0's.  A layer's "codecs" is `CodecSums.record` of the sums over ranks,
         "imbalance" is max over mean of its rows per rank, and "expert_load" is max over mean of its rows per expert.
         "slowest" is the rank that has waited least for others since the last report; it has the seconds that this rank
         waited per step, and the mean of the other ranks.
         """
-        traffic, levels = self._transport.traffic, self._transport.cluster.levels
-        num_experts = [len(layer.expert_to_slot) for layer, _ in self._layers]
-        numbers: dict[str, list[Any]] = {
-            "sent_bytes": [[traffic.sent_bytes.get((at, kind), 0) for kind in KINDS] for at in range(len(levels))],
-            "plain_ep_bytes": self._plain_ep_bytes(),
-            "waits": [traffic.waits.get(at, 0) for at in range(len(levels))],
-            "exposed_s": [traffic.exposed_s.get(kind, 0.0) for kind in EXPOSED_KINDS],
-            "rows": [layer.stats.rows_computed for layer, _ in self._layers],
-            "codecs": [astuple(self._codec_sums(layer) or CodecSums()) for layer, _ in self._layers],
-            "loads": [
-                layer.stats.expert_rows[expert]
-                for layer, _ in self._layers
-                for expert in range(len(layer.expert_to_slot))
-            ],
-        }
-        tables = self._gather({name: torch.tensor(one, dtype=torch.float64) for name, one in numbers.items()})
-        if tables is None:
+        ranks = self._gather(self._counters())
+        if ranks is None:
             return None
-        world_size = self._transport.world_size
-        total = {name: table.sum(0) for name, table in tables.items()}
-        layers = []
-        for at, load in enumerate(total["loads"].split(num_experts) if num_experts else ()):
-            sums = total["codecs"][at]
-            codecs = CodecSums(*sums.tolist()).record(world_size) if sums.any() else {}
-            loads = {"imbalance": _over_mean(tables["rows"][:, at]), "expert_load": _over_mean(load)}
-            layers.append({"name": self._layers[at][0].name, **loads, "codecs": codecs})
-        record: dict[str, Any] = {
-            "steps": self.num_steps,
-            "world_size": world_size,
-            "step_s": self._step_s(),
+        total = tree_map(lambda *counts: sum(counts), *ranks)
+        loads = [
+            {
+                "imbalance": _over_mean([one["layers"][at]["rows_computed"] for one in ranks]),
+                "expert_load": _over_mean(layer["expert_rows"]),
+            }
+            for at, layer in enumerate(total["layers"])
+        ]
+        record = self._record(total, len(ranks))
+        for layer, found in zip(record["layers"], loads, strict=True):
+            layer.update(found)
+        waited_s = [sum(one["exposed_s"].values()) for one in ranks]
+        seconds = [later - earlier for earlier, later in itertools.pairwise(self.step_ends)]
+        step_s = statistics.median(seconds) if seconds else None
+        return {**record, "world_size": len(ranks), "step_s": step_s, "slowest": self._slowest(waited_s)}
+
+    def _counters(self) -> dict[str, Any]:
+        """Return numbers in dicts and lists of the same shape on all ranks; those of several ranks can be added."""
+        traffic, layers = self._transport.traffic, []
+        tables = {name: getattr(traffic, name) for name in ("sent_bytes", "received_bytes", "sent_messages")}
+        for layer, _ in self._layers:
+            counts = {name: getattr(layer.stats, name) for name in ("calls", "rows_sent", "rows_computed")}
+            expert_rows = [layer.stats.expert_rows[expert] for expert in range(len(layer.expert_to_slot))]
+            sums = asdict(self._codec_sums(layer) or CodecSums())
+            layers.append({**counts, "expert_rows": expert_rows, "codecs": sums})
+        return {
             "levels": [
                 {
-                    "name": level.name,
-                    "sent_bytes": dict(zip(KINDS, map(int, total["sent_bytes"][at]), strict=True)),
-                    "plain_ep_bytes": int(total["plain_ep_bytes"][at]),
-                    "waits": float(total["waits"][at]) / world_size,
+                    **{name: {kind: table.get((at, kind), 0) for kind in KINDS} for name, table in tables.items()},
+                    "plain_ep_bytes": num_bytes,
+                    "waits": traffic.waits.get(at, 0),
                 }
-                for at, level in enumerate(levels)
+                for at, num_bytes in enumerate(self._plain_ep_bytes())
             ],
-            "exposed_s": dict(zip(EXPOSED_KINDS, (total["exposed_s"] / world_size).tolist(), strict=True)),
-            "slowest": self._slowest(tables["exposed_s"].sum(1)),
+            "exposed_s": {kind: traffic.exposed_s.get(kind, 0.0) for kind in EXPOSED_KINDS},
             "layers": layers,
-            "link": self._transport.link.report(),
         }
-        return self._without_dense(record)
 
-    def _gather(self, numbers: Mapping[str, Tensor]) -> dict[str, Tensor] | None:
-        """Return the numbers of all ranks, [ranks, *shape], on rank 0; None on other ranks."""
+    def _record(self, counters: Mapping[str, Any], num_ranks: int) -> dict[str, Any]:
+        """Return the counters of some ranks together, with names; None for "dense" if DeepSpeed sends that."""
+        levels = [
+            {"name": level.name, **found, "waits": found["waits"] / num_ranks}
+            for level, found in zip(self._transport.cluster.levels, counters["levels"], strict=True)
+        ]
+        layers = []
+        for (layer, _), found in zip(self._layers, counters["layers"], strict=True):
+            sums = CodecSums(**found["codecs"])
+            codecs = sums.record(num_ranks) if any(found["codecs"].values()) else {}
+            layers.append({"name": layer.name, **found, "codecs": codecs})
+            del layers[-1]["expert_rows"]
+        exposed_s = {kind: seconds / num_ranks for kind, seconds in counters["exposed_s"].items()}
+        # An earlier plan may have counted some.
+        tables = [table for level in levels for table in level.values() if isinstance(table, dict)]
+        if not self._counts_dense and not any(table["dense"] for table in tables):
+            for table in (exposed_s, *tables):
+                table["dense"] = None
+        link = self._transport.link.report()
+        return {"steps": self.num_steps, "levels": levels, "exposed_s": exposed_s, "layers": layers, "link": link}
+
+    def _gather(self, counters: Mapping[str, Any]) -> list[dict[str, Any]] | None:
+        """Return the counters of all ranks on rank 0; None on other ranks."""
         transport = self._transport
-        own = torch.cat([one.reshape(-1) for one in numbers.values()])
-        tables = [own, *(torch.empty_like(own) for _ in range(1, transport.world_size))]
+        leaves, shape = tree_flatten(counters)
+        own = torch.tensor(leaves, dtype=torch.float64)
+        table = [own, *(torch.empty_like(own) for _ in range(1, transport.world_size))]
         if transport.world_size > 1:
             channel = transport.channel("report", range(transport.world_size), hub=0)
             purpose = Purpose("control", "report to rank 0")
             if transport.rank != 0:
                 channel.start([(0, own)], [], purpose).wait()
                 return None
-            channel.start([], list(enumerate(tables))[1:], purpose).wait()
-        parts = torch.stack(tables).split([one.numel() for one in numbers.values()], dim=1)
-        return {
-            name: part.reshape(len(tables), *one.shape)
-            for (name, one), part in zip(numbers.items(), parts, strict=True)
-        }
+            channel.start([], list(enumerate(table))[1:], purpose).wait()
+        rows = ([type(leaf)(value) for leaf, value in zip(leaves, row.tolist(), strict=True)] for row in table)
+        return [tree_unflatten(row, shape) for row in rows]
 
     def _codec_sums(self, layer: HybridMoE) -> CodecSums | None:
         if layer.migration is None:
@@ -151,18 +145,16 @@ class Statistics:
             streams.join()
         return sums
 
-    def _slowest(self, waited_s: Tensor) -> dict[str, Any]:
-        """Return the rank that waited least since the last report.  waited_s: [ranks], since attach."""
-        steps, before_s = self._reported
+    def _slowest(self, waited_s: list[float]) -> dict[str, Any]:
+        """Return the rank that waited least since the last report.  waited_s: by rank, since attach."""
+        steps, before_s = self._reported or (0, [0.0] * len(waited_s))
         self._reported = self.num_steps, waited_s
-        per_step_s = (waited_s - before_s) / max(self.num_steps - steps, 1)
-        rank = int(per_step_s.argmin())
-        others_s = (per_step_s.sum() - per_step_s[rank]) / max(len(per_step_s) - 1, 1)
-        return {"rank": rank, "waited_s": float(per_step_s[rank]), "others_waited_s": float(others_s)}
-
-    def _step_s(self) -> float | None:
-        seconds = [later - earlier for earlier, later in itertools.pairwise(self.step_ends)]
-        return statistics.median(seconds) if seconds else None
+        per_step_s = [
+            (now - then) / max(self.num_steps - steps, 1) for now, then in zip(waited_s, before_s, strict=True)
+        ]
+        rank = per_step_s.index(min(per_step_s))
+        others_s = (sum(per_step_s) - per_step_s[rank]) / max(len(per_step_s) - 1, 1)
+        return {"rank": rank, "waited_s": per_step_s[rank], "others_waited_s": others_s}
 
     def _plain_ep_bytes(self) -> list[int]:
         """Return the bytes per level that this rank would have sent in DeepSpeed's own all-to-alls.
@@ -180,17 +172,9 @@ class Statistics:
                     totals[transport.level_to(rank)] += num_bytes
         return totals
 
-    def _without_dense(self, record: dict[str, Any]) -> dict[str, Any]:
-        """Set kind "dense" to None if DeepSpeed sends it, unless an earlier plan has counted some."""
-        counts = [one for level in record["levels"] for one in level.values() if isinstance(one, dict)]
-        if not self._counts_dense and not any(one["dense"] for one in counts):
-            for one in (record["exposed_s"], *counts):
-                one["dense"] = None
-        return record
 
-
-def _over_mean(numbers: Tensor) -> float:
-    return float(numbers.max() / numbers.mean().clamp_min(1e-30))
+def _over_mean(numbers: Sequence[float]) -> float:
+    return max(numbers) / max(statistics.fmean(numbers), 1e-30)
 
 
 def summarize(record: Mapping[str, Any]) -> str:

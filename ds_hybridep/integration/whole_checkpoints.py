@@ -13,17 +13,6 @@ MARK = "hybridep_incomplete"
 LATEST = "latest"
 
 
-def begin(folder: Path) -> None:
-    """Call on one rank, before any rank writes into the folder."""
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / MARK).touch()
-
-
-def end(folder: Path) -> None:
-    """Call on one rank, when all ranks have written."""
-    (folder / MARK).unlink(missing_ok=True)
-
-
 def why_not(folder: Path) -> str:
     """Return why a checkpoint that the user has named must not be loaded; empty if it may be."""
     if not (folder / MARK).exists():
@@ -49,8 +38,5 @@ def newest(folder: Path) -> tuple[str | None, list[str]]:
     if latest and latest not in skipped and (folder / latest).is_dir():
         return latest, skipped
     whole = [tag for tag in tags if tag not in skipped]
-    return max(whole, key=lambda tag: _written_at(folder / tag), default=None), skipped
-
-
-def _written_at(folder: Path) -> float:
-    return max(path.stat().st_mtime for path in folder.glob("*.pt"))
+    written_at = {tag: max(path.stat().st_mtime for path in (folder / tag).glob("*.pt")) for tag in whole}
+    return max(whole, key=written_at.__getitem__, default=None), skipped

@@ -106,7 +106,7 @@ PLANNING = {
 
 
 def test_a_planned_run_is_explained_term_by_term():
-    lines = [line.split("  ") for line in explain_plan({"planning": PLANNING}).splitlines()]
+    lines = [line.split("  ") for line in explain_plan(PLANNING).splitlines()]
     cells = {row[0].strip(): [cell.strip() for cell in row[1:] if cell.strip()] for row in lines}
     assert cells["token exchange"] == ["0.5000", "0.7500"]
     assert cells["waiting for expert weights"] == ["0.2500", "0.1250"]
@@ -115,10 +115,18 @@ def test_a_planned_run_is_explained_term_by_term():
     assert cells["all else"] == ["-", "0.6250"]
     assert cells["the step"] == ["1.0000", "1.5000"]
     assert cells["sums and gathers of what several ranks hold"] == ["0.2500", "not counted"]
-    text = explain_plan({"planning": PLANNING})
+    text = explain_plan(PLANNING)
     assert "runner-up at the last look: [1,1]" in text
     assert "step 6: [2,1] tokens direct, dense hierarchical (told so)" in text
 
 
-def test_a_run_that_was_not_planned_says_so():
-    assert "nothing was planned" in explain_plan({"steps": 3, "planning": None})
+def test_the_record_of_a_planned_run_says_why_it_had_its_plan():
+    assert explain_plan(PLANNING) in format_run_record({**RECORD, "planning": PLANNING, "plan": "unused"})
+    assert "because" not in format_run_record({**RECORD, "planning": None, "plan": "2 MoE layers"})
+
+
+def test_step_time_and_loads_are_shown():
+    layer = {"name": "blocks.0", "codecs": {}, "imbalance": 1.25, "expert_load": 1.75}
+    text = format_run_record({**RECORD, "step_s": 0.25, "layers": [layer]})
+    assert "mean of 10 steps, 250 ms each" in text
+    assert text.splitlines()[-1].split() == ["blocks.0", "1.25", "1.75"]

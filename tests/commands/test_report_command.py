@@ -17,7 +17,7 @@ def test_report_says_which_kernels_there_are_or_why_not(capsys, monkeypatch):
         text = capsys.readouterr().out
         assert f"kernels for cpu tensors: {expected}" in text
         assert "kernels for cuda tensors: no: no GPU; on these tensors the slower" in text
-        assert "\ntorch 2" in text
+        assert "\nds_hybridep 0." in text
 
 
 def test_report_says_whether_an_engine_will_find_its_block(monkeypatch):

@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What replicas and codecs hold, step by step, beside the estimator; and the same on the host, bit for bit."""
+"""What replicas and codecs hold, step by step, beside what the planner says; and the same on the host, bit for bit."""
 
-import contextlib
-import io
 from typing import Any
 
 import pytest
 import torch
+from estimate import needs_of_model
 from parity import Case, levels_of
 from process_pool import ProcessPool
 from toy_model import ToyConfig
@@ -31,13 +30,12 @@ def world2(**options: Any) -> Case:
 
 
 def bytes_of_steps(case: Case, codecs: Any, state: str) -> dict[str, Any]:
-    """Counted bytes when gradients move, in the step and after it; and what the estimator says."""
+    """Counted bytes when gradients move, in the step and after it; and what was predicted."""
     block, held = block_with(case, codecs, state=state), []
     with engine_of(case, with_block=True, hybridep=block) as engine:
-        with contextlib.redirect_stdout(io.StringIO()):
-            needs = ds_hybridep.estimate_hybridep_mem_needs_all_live(
-                engine.module, block, case.world_size, accumulation=case.accumulation, zero_stage=case.zero_stage
-            )
+        needs = needs_of_model(
+            engine.module, block, case.world_size, accumulation=case.accumulation, zero_stage=case.zero_stage
+        )
         migration = migration_of(engine)
         progress = migration.progress
 
@@ -130,7 +128,7 @@ def fail_in_an_optimizer_step(case: Case, codecs: Any, state: str) -> bool:
     ],
     ids=str,
 )
-def test_bytes_of_a_step_are_those_of_the_estimator(
+def test_bytes_of_a_step_are_those_that_were_predicted(
     pool2: ProcessPool, codecs: Any, accumulation: int, state: str
 ) -> None:
     case = world2(accumulation=accumulation)

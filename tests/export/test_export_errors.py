@@ -20,7 +20,8 @@ from process_pool import ProcessPool
 from ds_hybridep.commands.main import main
 from ds_hybridep.errors import ExportError
 from ds_hybridep.export.folder import ShardWriter, whole_folder
-from ds_hybridep.export.stored import StandIn, Stored, load
+from ds_hybridep.export.stored import StandIn, load
+from ds_hybridep.export.stored import whole as in_file
 
 needs_transformers = pytest.mark.skipif(
     importlib.util.find_spec("transformers") is None, reason="needs transformers: '.[hf]'"
@@ -236,9 +237,8 @@ def test_no_code_of_a_file_runs(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert capsys.readouterr().out == ""
     assert isinstance(loaded["object"], StandIn)
     assert loaded["n"] == 3
-    assert isinstance(loaded["view"], Stored)
-    assert torch.equal(loaded["view"].value(), whole[1:, 2:4].T)
-    assert torch.equal(loaded["half"].value(), whole.half()[2])
+    assert torch.equal(in_file(loaded["view"]).read(torch.float32), whole[1:, 2:4].T)
+    assert torch.equal(in_file(loaded["half"]).read(torch.float32), whole[2])
 
 
 def test_a_file_that_is_no_checkpoint(tmp_path: Path) -> None:

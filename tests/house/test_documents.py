@@ -35,7 +35,7 @@ ELSEWHERE = {  # by how a command begins: what runs it, or why nothing does
     "echo": "tests/lab/test_multi_node.py",
     "deepspeed --hostfile": "tests/lab/test_multi_node.py",
     "deepspeed --num_gpus 4 examples/finetune_hf.py": "tests/house/test_finetune_hf.py",
-    "ds_hybridep show": "tests/commands/test_page.py",
+    "ds_hybridep show": "tests/commands/test_report.py",
     "ds_hybridep export": "tests/house/test_finetune_hf.py",
     "ds_hybridep lab": "tests/lab/test_launcher.py",
     "examples/restart/": "tests/house/test_restart.py",

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""AutoEP's layers under ZeRO-3, with lossy codecs, with "auto", and what the estimator says of them.
+"""AutoEP's layers under ZeRO-3, with lossy codecs, with "auto", and the memory that they take.
 
 Parity is in test_autoep.py.
 """
@@ -11,16 +11,16 @@ from pathlib import Path
 from typing import Any, Literal
 
 import pytest
-import torch
 from autoep_cases import SHAPE, case4
 from checkpoints import checked_engine
+from estimate import needs_of_model
 from marks import slow
-from parity import FP32_TOLERANCE, Case, loss_of, model_of
+from parity import FP32_TOLERANCE, Case, loss_of
 from process_pool import ProcessPool
 from training import batch_of, train
 
 import ds_hybridep
-from ds_hybridep.errors import ConfigError, UnsupportedError
+from ds_hybridep.errors import UnsupportedError
 
 pytestmark = [
     pytest.mark.dist,
@@ -131,30 +131,15 @@ def train_lossy(case: Case, folder: str) -> dict[str, Any]:
     return {"exact": exact, "lossy": before + straight, "straight": straight, "resumed": resumed, "codecs": codecs}
 
 
-def held_and_estimated(case: Case, codecs: dict[str, Any]) -> tuple[int, dict[str, int]]:
-    """Bytes that this rank holds for replicas after a step, and what the estimator said of them before."""
-    config = case.ds_config(with_block=True)
-    block = config["hybridep"]
+def held_and_predicted(case: Case, codecs: dict[str, Any]) -> tuple[int, int]:
+    """Bytes that this rank holds for replicas after a step, and what was predicted."""
+    block = case.ds_config(with_block=True)["hybridep"]
     block["levels"][0] |= codecs
-    dtype = torch.bfloat16 if case.dtype == "bf16" else torch.float32
     sizes = tuple(level["domain_size"] for level in block["levels"])
-    needs = {
-        "model": ds_hybridep.estimate_hybridep_mem_needs_all_live(
-            model_of(case, seed=1),
-            block,
-            4,
-            dtype=dtype,
-            expert_parallel=config["expert_parallel"],
-            zero_stage=case.zero_stage,
-        ),
-    }
     with checked_engine(case, with_block=True, block=block) as engine:
-        needs["engine"] = ds_hybridep.estimate_hybridep_mem_needs_all_live(
-            engine.module, block, 4, zero_stage=case.zero_stage
-        )
+        need = needs_of_model(engine.module, block, 4, zero_stage=case.zero_stage)[sizes]
         train(engine, case, 0, 1)
-        held = ds_hybridep.stats(engine)["replica_bytes"]
-    return held, {name: need[sizes].after_step for name, need in needs.items()}
+        return ds_hybridep.stats(engine)["replica_bytes"], need.after_step
 
 
 # -- tests ------------------------------------------------------------------------------------------------------
@@ -243,33 +228,6 @@ def test_lossy_codecs(pool4: ProcessPool, tmp_path: Path, case: Case) -> None:
     ],
     ids=["exact", "lossy", "zero 3", "recommended"],
 )
-def test_a_run_holds_what_is_estimated(pool4: ProcessPool, case: Case, codecs: dict[str, Any]) -> None:
-    for held, estimated in pool4.run(held_and_estimated, case=case, codecs=codecs):
-        assert held > 0
-        assert estimated == dict.fromkeys(("model", "engine"), held)
-
-
-def estimate(*, experts_are_frozen: bool, **options: Any) -> Any:
-    case = case4("qwen3_moe", 2, 1)
-    model = model_of(case, seed=1)
-    for name, parameter in model.named_parameters():
-        if ".experts." in name and experts_are_frozen:
-            parameter.requires_grad_(False)
-    block = case.ds_config(with_block=True)["hybridep"]
-    return ds_hybridep.estimate_hybridep_mem_needs_all_live(model, block, 4, **options)[2, 1]
-
-
-def test_frozen_experts_need_no_gradient_sums() -> None:
-    frozen, trained = (
-        estimate(experts_are_frozen=flag, expert_parallel={"enabled": True, "autoep_size": 4})
-        for flag in (True, False)
-    )
-    assert frozen.replicas == trained.replicas > 0
-    assert frozen.gradient_sums == 0 < trained.gradient_sums
-
-
-def test_what_estimates_want_to_know() -> None:
-    with pytest.raises(ConfigError, match="none of AutoEP.* give expert_parallel"):
-        estimate(experts_are_frozen=False)
-    with pytest.raises(ConfigError, match=r"model\.layers\.0\.mlp: 8 experts .* autoep_size 3"):
-        estimate(experts_are_frozen=False, expert_parallel={"enabled": True, "autoep_size": 3})
+def test_a_run_holds_what_was_predicted(pool4: ProcessPool, case: Case, codecs: dict[str, Any]) -> None:
+    for held, predicted in pool4.run(held_and_predicted, case=case, codecs=codecs):
+        assert held == predicted > 0

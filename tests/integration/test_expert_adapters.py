@@ -16,6 +16,7 @@ import torch
 from autoep_cases import case4
 from deepspeed import comm as dist
 from deepspeed.moe.ep_experts import GroupedExperts
+from estimate import needs_of_model
 from marks import slow
 from parity import FP32_TOLERANCE, Case, model_of, use_expert_groups_of
 from process_pool import ProcessPool
@@ -140,10 +141,10 @@ def resume(case: Case, folder: str) -> dict[str, Any]:
 
 
 def held_and_estimated(case: Case) -> tuple[int, int]:
-    """Bytes that this rank holds for replicas after a step, and what the estimator says."""
+    """Bytes that this rank holds for replicas after a step, and what was predicted."""
     block, sizes = case.ds_config(with_block=True)["hybridep"], tuple(size for *_, size in case.levels)
     with engine_of(case, BOTH, with_block=True) as engine:
-        live = ds_hybridep.estimate_hybridep_mem_needs_all_live(engine.module, block, 4)
+        live = needs_of_model(engine.module, block, 4)
         train(engine, case, 0, 1)
         return ds_hybridep.stats(engine)["replica_bytes"], live[sizes].after_step
 

@@ -36,14 +36,15 @@ def load_after_interrupted_saves(case: Case, folder: str) -> list[Any]:
 
 def load_at_once(case: Case, folder: str) -> list[Any]:
     """What is loaded right after a save on whose rank 0 the mark stays for a while, by name and without one."""
-    end = whole.end
+    unlink = Path.unlink
 
-    def end_late(path: Path) -> None:
-        time.sleep(0.5)
-        end(path)
+    def unlink_late(path: Path, **options: Any) -> None:
+        if path.name == whole.MARK:
+            time.sleep(0.5)
+        unlink(path, **options)
 
     found = []
-    with engine_of(case, with_block=True) as engine, mock.patch.object(whole, "end", end_late):
+    with engine_of(case, with_block=True) as engine, mock.patch.object(Path, "unlink", unlink_late):
         train(engine, case, 0, 1)
         for tag in ("mine", None):
             engine.save_checkpoint(folder, "mine")
@@ -129,12 +130,13 @@ def test_rank_0_decides_what_is_whole(pool2: ProcessPool, tmp_path: Path) -> Non
 
 
 def saved(folder: Path, tag: str, at: float, *, is_whole: bool = True) -> None:
-    whole.begin(folder / tag)
+    (folder / tag).mkdir(exist_ok=True)
+    (folder / tag / whole.MARK).touch()
     path = folder / tag / "mp_rank_00_model_states.pt"
     path.touch()
     os.utime(path, (at, at))
     if is_whole:
-        whole.end(folder / tag)
+        (folder / tag / whole.MARK).unlink()
 
 
 def test_the_one_that_latest_names_is_loaded(tmp_path):

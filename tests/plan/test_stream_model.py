@@ -4,12 +4,12 @@ import itertools
 
 import pytest
 import torch
+from estimate import needs_of_layers, shell
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from plan_cases import TOY, cases, cluster_of, layout_of, toy
 
 from ds_hybridep.errors import PlanError
-from ds_hybridep.integration import estimate
 from ds_hybridep.plan import depth
 from ds_hybridep.plan.cluster import Cluster, Level, Link
 from ds_hybridep.plan.costs import COMPACT_BYTES, HOST_BYTES_PER_S, ranks_below, row_counts
@@ -410,13 +410,13 @@ def test_state_on_the_host_takes_the_time_of_its_way():
 @pytest.mark.parametrize("codecs", [("int8", "int8"), ("int8", "identity"), ("patch", "int8")])
 @pytest.mark.parametrize("state", ["device", "host"])
 @pytest.mark.parametrize(("where", "accumulation"), [((0,), 1), ((1,), 4), ((0, 1), 4)])
-def test_memory_of_working_copies_is_what_the_estimator_builds(dtype, codecs, where, accumulation, state, capsys):
+def test_memory_of_replicas_is_what_building_them_takes(dtype, codecs, where, accumulation, state):
     levels = [{"name": "dc", "size": 2}, {"name": "gpu", "size": 4}]
     for level in where:
         levels[level] |= {"weight_codec": codecs[0], "gradient_codec": codecs[1]}
-    expert = estimate._shell([(shape, dtype, True) for shape in ((64, 32), (32, 64))])
+    expert = shell([(shape, dtype, True) for shape in ((64, 32), (32, 64))])
     block = {"levels": levels, "state": state}
-    needs = estimate._print_needs([(expert, 2, 8)] * 4, block, 8, accumulation, is_partitioned=False)
+    needs = needs_of_layers([(expert, 2, 8)] * 4, block, 8, accumulation=accumulation, is_partitioned=False)
     names = [codecs if level in where else ("identity", "identity") for level in (0, 1)]
     pairs = [LevelCodecs(*(CodecCost(name, is_lossy=name == "int8") for name in one)) for one in names]
     model = dataclasses.replace(TOY, num_experts=16, num_moe_layers=4, expert_shapes=((2 * 64 * 32,),))

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from ds_hybridep.commands.record import site_rows, sites_title
+from ds_hybridep.commands.record import site_table
 from ds_hybridep.integration.site_exchange import SiteExchange
 from ds_hybridep.sites import patience as patience_module
 from ds_hybridep.sites.packets import OwnedSlice, Packets
@@ -42,14 +42,14 @@ def test_short_waits_are_not_announced(caplog: pytest.LogCaptureFixture) -> None
 
 def test_the_record_of_a_run_says_how_each_site_is() -> None:
     away = {**OTHER, "present": False, "step": None}
-    rows = site_rows({"sites": {**SITES, "others": {"b": OTHER, "c": away}}})
+    title, rows = site_table({"sites": {**SITES, "others": {"b": OTHER, "c": away}}})
     assert rows[1:] == [
         ["b", "present", "9", "1.2 s", "2.000", "1.000"],
         ["c", "absent", "-", "1.2 s", "2.000", "1.000"],
     ]
-    assert "site a sees them at step 10; waited 3.0 s for agreement, 1 exchanges repeated" in sites_title(SITES)
-    assert "weights 1.0e-03 from the common ones" in sites_title({**SITES, "drift": 1e-3})
-    assert site_rows({"sites": None}) == site_rows({}) == []
+    assert "site a sees them at step 10; waited 3.0 s for agreement, 1 exchanges repeated" in title
+    assert "weights 1.0e-03 from the common ones" in site_table({"sites": {**SITES, "drift": 1e-3}})[0]
+    assert site_table({"sites": None}) == site_table({}) == ("", [])
 
 
 class TakesOver(SiteExchange):

@@ -242,8 +242,9 @@ TOY = ToyConfig()
 TOY_EXPERT_BYTES = 4 * (TOY.hidden * TOY.ffn + TOY.ffn + TOY.ffn * TOY.hidden + TOY.hidden)
 TOY_ROW_BYTES = 4 * TOY.hidden
 TOY_CAPACITY = 8  # 4 sequences of 8 tokens, 2 of 8 experts each, capacity factor 1
-# float64: kinds, plain EP and waits of two levels, waits; by layer rows, ten numbers on codecs, rows of 8 experts.
-REPORT_BYTES = 8 * (2 * (5 + 2) + 4 + 2 * (1 + 10 + 8))
+# float64: of two levels three counts by kind, plain EP and waits; seconds waited; by layer three counts, ten numbers
+# on codecs, rows of 8 experts.
+REPORT_BYTES = 8 * (2 * (3 * 5 + 2) + 4 + 2 * (3 + 10 + 8))
 
 
 def train_engine(case: Case, report_file: str | None, report_interval: int = 1) -> dict[str, Any]:
