@@ -27,6 +27,7 @@ from rich.table import Table
 
 from benchmarks.common import REPOSITORY
 from ds_hybridep.commands.record import format_run_record
+from ds_hybridep.commands.show import write_page
 from ds_hybridep.lab.launcher import RankProcesses
 from ds_hybridep.lab.network import EmulatedNetwork, why_not_permitted
 from ds_hybridep.lab.topology import LinkSpec, Topology, parse_rate
@@ -109,7 +110,10 @@ def run(args: argparse.Namespace) -> int:
     console.print(table_of(runs, is_timed=reason is None))
     if reason is not None:
         console.print("MB: counted by ds_hybridep; for EP over both datacentres those of its tokens alone.")
-    console.print("\nThe last one in detail:", format_run_record(record), sep="\n\n", markup=False, soft_wrap=True)
+    detail = format_run_record(record)
+    console.print("\nThe last one in detail:", detail, sep="\n\n", markup=False, soft_wrap=True)
+    write_page(args.out / "report.html", detail)
+    console.print(f"\nAs a page: {args.out / 'report.html'}", soft_wrap=True)
     return 0
 
 

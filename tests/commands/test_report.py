@@ -63,6 +63,15 @@ def test_show_prints_a_run_record(tmp_path, capsys):
     assert capsys.readouterr().out == format_run_record(RECORD) + "\n"
 
 
+def test_show_writes_a_page_for_a_browser(tmp_path):
+    record, page = tmp_path / "run.json", tmp_path / "run.html"
+    record.write_text(json.dumps({**RECORD, "plan": "<b> & co"}))
+    assert main(["show", str(record), "--html", str(page)]) == 0
+    text = page.read_text()
+    assert format_run_record(RECORD).splitlines()[0] in text
+    assert "&lt;b&gt; &amp; co" in text
+
+
 def test_codecs_get_a_table_of_their_own():
     codecs = {
         "weight_bytes": 4_000_000.0,
