@@ -63,6 +63,7 @@ def format_run_record(record: Mapping[str, Any]) -> str:
             f"slowest: rank {slowest['rank']}, which waited {own:.1f} ms per step; the others waited {others:.1f} ms"
         )
     for title, rows in (
+        site_table(record),
         ("connections of rank 0 since the start", _link_rows(record)),
         ("rows of the fullest over the mean", _load_rows(record)),
         (CODEC_TITLE, _codec_rows(record)),
@@ -73,6 +74,24 @@ def format_run_record(record: Mapping[str, Any]) -> str:
     elif "plan" in record:
         sections.append(f"plan: {record['plan']}")
     return "\n\n".join(sections)
+
+
+def site_table(record: Mapping[str, Any]) -> tuple[str, list[list[str]]]:
+    """A title about this site, and a row of titles with a row for each other site; no rows if there is none."""
+    sites = record.get("sites")
+    if not sites:
+        return "", []
+    drift = "" if sites["drift"] is None else f", weights {sites['drift']:.1e} from the common ones (relative)"
+    title = (
+        f"other sites, as rank 0 of site {sites['site']} sees them at step {sites['step']}; waited "
+        f"{sites['quorum_s']:.1f} s for agreement, {sites['repeated']} exchanges repeated{drift}"
+    )
+    rows = [["site", "is", "last step", "waited", "sent, MB", "received, MB"]]
+    for name, one in sites["others"].items():
+        state, step = "present" if one["present"] else "absent", MISSING if one["step"] is None else str(one["step"])
+        amounts = [_megabytes(one[key]) for key in ("sent_bytes", "received_bytes")]
+        rows.append([name, state, step, f"{one['waited_s']:.1f} s", *amounts])
+    return title, rows
 
 
 def _link_rows(record: Mapping[str, Any]) -> list[list[str]]:

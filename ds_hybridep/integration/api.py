@@ -43,6 +43,7 @@ def stats(engine: nn.Module) -> dict[str, Any]:
         "job"            counters of all ranks as of the last report, as in `report_file`; None before the first
                          report and on ranks other than 0
         "planning"       the plan, as in `report_file`, if the job is planned while it runs; else None
+        "sites"          what this rank has exchanged with other sites (docs/sites.md), if there are any; else None
     """
     attachment = attachment_of(engine)
     runtime, planner = attachment.runtime, attachment.planner
@@ -55,6 +56,7 @@ def stats(engine: nn.Module) -> dict[str, Any]:
         "host_bytes": runtime.migration.host_bytes,
         "job": attachment.last_report,
         "planning": None if planner is None else planner.record(runtime),
+        "sites": None if attachment.sites is None else attachment.sites.report(),
     }
 
 

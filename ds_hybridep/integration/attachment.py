@@ -220,6 +220,8 @@ class Attachment(EngineStep):
         report["plan"] = self.runtime.describe().removeprefix("hybridep: ")
         if self.planner is not None:
             report["planning"] = self.planner.record(self.runtime)
+        if self.sites is not None:
+            report["sites"] = self.sites.report()
         self.last_report = report
         log_dist(summarize(report), ranks=[0])
         monitor = getattr(self.engine, "monitor", None)

@@ -297,12 +297,22 @@ def capture(engine: Any, more: Any = None) -> bytes:
     return stream.getvalue()
 
 
+def _gather_again(optimizer: Any) -> None:
+    """Drop what was gathered of old partitions under ZeRO 3, and gather what stays whole; all ranks of a site call."""
+    optimizer._partition_all_parameters()
+    if persistent := optimizer.persistent_parameters:
+        persistent[0].partition(persistent)
+        persistent[0].all_gather(persistent)
+
+
 def restore(engine: Any, state: bytes) -> Any:
     """Load what `capture` returned on another site, in place, and return `more`."""
     device = next(engine.module.parameters()).device
     saved = torch.load(io.BytesIO(state), weights_only=True, map_location=device)
     for name, tensor in _held(engine).items():
         tensor.copy_(saved["weights"][name])
+    if engine.zero_optimization_stage() == 3:
+        _gather_again(engine.optimizer)
     base = engine.basic_optimizer
     for master, value, kept in zip(_masters(engine), saved["masters"], saved["optimizer"], strict=True):
         master.data.copy_(value)

@@ -11,6 +11,7 @@ from ds_hybridep.errors import CommunicationError, SiteError
 from ds_hybridep.integration.log import log_dist
 from ds_hybridep.sites.exchange import Counters, Crossing
 from ds_hybridep.sites.member import Member
+from ds_hybridep.sites.patience import Patience
 from ds_hybridep.transport.inside import Inside
 
 LOOK_S = 2.0  # between looks at whether the meeting point has answered
@@ -30,11 +31,12 @@ class Epochs:
 
     def __init__(
         self, engine: Any, site: str, names: list[str], inside: Inside, join: Callable[[], Member],
-        new_crossing: Callable[[Counters], Crossing],
+        new_crossing: Callable[[dict[str, Counters]], Crossing],
     ) -> None:  # fmt: skip
         self._engine, self.site, self.names, self._inside = engine, site, names, inside
         self._new_crossing = new_crossing
-        self.counters = Counters()
+        self.counters = {name: Counters() for name in names}
+        self.quorum_s = 0.0  # seconds waited for the meeting point and for sites that had to come there
         self.members: list[str] = []
         self.num_exchanges = 0  # in this epoch
         self._needs_quorum = True
@@ -63,14 +65,25 @@ class Epochs:
 
     def _stay_in_touch(self) -> None:
         """Wait until the meeting point, which may make an epoch of the sites that are missing, knows of this site."""
-        while True:
-            is_in_touch, wants_change, refusal = self._inside.broadcast(self._news())
-            if refusal:
-                raise SiteError(refusal)
-            self._needs_quorum = self._needs_quorum or wants_change
-            if is_in_touch:
-                return
-            time.sleep(LOOK_S)
+        with self._patience("the meeting point") as patience:
+            while True:
+                is_in_touch, wants_change, refusal = self._inside.broadcast(self._news())
+                if refusal:
+                    raise SiteError(refusal)
+                self._needs_quorum = self._needs_quorum or wants_change
+                if is_in_touch:
+                    return
+                patience.look(self._trouble())
+                time.sleep(LOOK_S)
+
+    def _patience(self, whom: str) -> Patience:
+        """Return what announces a wait, on rank 0."""
+        what = f"site '{self.site}' waits for {whom} before step {self._engine.global_steps}"
+        return Patience("" if self._member is None else what)
+
+    def _trouble(self) -> str:
+        """Return what is wrong with the meeting point, if anything is known."""
+        return "" if self._member is None or self._member.is_in_touch else self._member.trouble
 
     def _news(self) -> tuple[bool, bool, str]:
         member = self._member
@@ -115,10 +128,14 @@ class Epochs:
                 step=self._engine.global_steps, complete=is_complete, is_ready=is_ready, addresses=addresses,
                 digest=digest.hex(), missed=sorted({name for names in missed for name in names}),
             )  # fmt: skip
-        while waits:
-            if (answer := self._hear(LOOK_S)) is not None:
-                return answer
-        return {}
+        if not waits:
+            return {}
+        began = time.monotonic()
+        with self._patience(f"{' and '.join(name for name in self.names if name != self.site)} to agree") as patience:
+            while (answer := self._hear(LOOK_S)) is None:
+                patience.look(self._trouble())
+        self.quorum_s += time.monotonic() - began
+        return answer
 
     def _hear(self, wait_s: float) -> dict[str, Any] | None:
         """Return the answer to the call, on all ranks, or None if there is none in `wait_s`."""

@@ -45,20 +45,22 @@ class SiteExchange(Epochs):
 
     def __init__(
         self, engine: Any, site: str, names: list[str], inside: Inside, join: Callable[[], Member],
-        new_crossing: Callable[[Counters], Crossing], packets: Packets, loss_scale: Callable[[], float],
+        new_crossing: Callable[[dict[str, Counters]], Crossing], packets: Packets, loss_scale: Callable[[], float],
         refresh: Callable[[], None], verify_interval: int, every: int, home: Home,
     ) -> None:  # fmt: skip
-        super().__init__(engine, site, names, inside, join, new_crossing)
-        self._packets, self._loss_scale, self._refresh = packets, loss_scale, refresh
-        self._interval = verify_interval
-        self._has_caught_up = False  # and made no step since
         self._owned = owned.Owned(engine)
         self._local: LocalSteps | None = None
-        self._reached = 0  # the step of the packet that was replayed last
-        self._is_at_exchange = True  # what was captured for a site that comes back is as before an exchange
         if every > 1:
             masters, self._publish = self._owned.masters()
             self._local = LocalSteps(masters, every, home)
+        super().__init__(engine, site, names, inside, join, new_crossing)  # after all that may refuse the engine
+        self._packets, self._loss_scale, self._refresh = packets, loss_scale, refresh
+        self._interval = verify_interval
+        self._has_caught_up = False  # and made no step since
+        self._reached = 0  # the step of the packet that was replayed last
+        self._is_at_exchange = True  # what was captured for a site that comes back is as before an exchange
+        self._num_repeated = 0  # exchanges that were discarded and repeated
+        self._last_steps: dict[str, int] = {}  # of the last exchange with each site
         self._is_replaying = False
 
     # -- around the optimizer step ----------------------------------------------------------------------------------
@@ -67,14 +69,19 @@ class SiteExchange(Epochs):
         """Set this rank's averaged gradients to the mean over all sites that are present."""
         if not self._is_replaying and self._local is None:
             slices, finish = self._owned.slices()
-            if self._average(slices, self._loss_scale()):
+            if self._average(slices, self._loss_scale):
                 finish()
 
-    def _average(self, slices: list[OwnedSlice], scale: float) -> bool:
+    def _average(self, slices: list[OwnedSlice], loss_scale: Callable[[], float]) -> bool:
         """Set `slices` to the mean over all sites that are present; False if that is this site alone."""
+        scale = loss_scale()
         while True:
             if self._needs_quorum:
                 self._form(is_complete=False)
+            if (newer := loss_scale()) != scale:  # of another site, whose state this one has taken over
+                for tensor in (tensor for one in slices for tensor in one.tensors):
+                    tensor.mul_(newer / scale)
+                scale = newer
             if len(self.members) < len(self.names):
                 self._stay_in_touch()
             if not self._others:
@@ -88,9 +95,10 @@ class SiteExchange(Epochs):
             if is_agreed or not self._form(is_complete=is_complete):
                 self._packets.average(slices, received, scale)
                 self.num_exchanges += 1
+                self._last_steps |= dict.fromkeys(self.members, self._engine.global_steps)
                 return True
             self._packets.changes.undo()
-            self.counters.num_repeated += 1
+            self._num_repeated += 1
 
     def after_step(self, *, was_applied: bool) -> None:
         """Keep what codecs left out, or restore it if the step was skipped."""
@@ -100,7 +108,7 @@ class SiteExchange(Epochs):
             if not self._is_replaying:
                 fragment = self._local.due(self._engine.global_steps)
                 deltas = self._local.deltas(fragment)
-                self._average(deltas, 1.0)
+                self._average(deltas, lambda: 1.0)
                 self._outer_step(fragment, deltas)
             changes.commit()
         elif was_applied:
@@ -113,6 +121,21 @@ class SiteExchange(Epochs):
         self._local.apply(fragment, mean)
         self._publish()
         self._refresh()
+
+    def report(self) -> dict[str, Any]:
+        """Return what this rank has exchanged with the other sites, JSON-able; docs/sites.md describes it.
+
+        "drift" is the L2 distance of this rank's weights from the common ones over their norm; None without local
+        steps.
+        """
+        return {
+            "site": self.site, "step": self._engine.global_steps, "repeated": self._num_repeated,
+            "quorum_s": self.quorum_s, "drift": None if self._local is None else self._local.drift(),
+            "others": {
+                name: {"present": name in self.members, "step": self._last_steps.get(name), **vars(counters)}
+                for name, counters in self.counters.items() if name != self.site
+            },
+        }  # fmt: skip
 
     # -- checkpoints ------------------------------------------------------------------------------------------------
 

@@ -67,7 +67,7 @@ def join_sites(
     def join() -> Member:
         return Member(sites.address, site, list(sites.names), settings, secret, config.timeout_s, context)
 
-    def new_crossing(counters: Counters) -> Crossing:
+    def new_crossing(counters: dict[str, Counters]) -> Crossing:
         return Crossing(
             list(sites.names), site, inside.rank, secret, host, config.timeout_s, counters, link.ports, link.tls
         )

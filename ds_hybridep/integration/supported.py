@@ -138,6 +138,13 @@ def refuse_engine(engine: Any, config: HybridEPConfig, layers: Mapping[str, nn.M
         )
     if stage == 3:
         _refuse_partitioned(engine, config, layers)
+    has_codecs = any(one != IDENTITY for level in config.levels for one in level.all_codecs)
+    if config.sites is not None and (config.is_planned or has_codecs):
+        raise UnsupportedError(
+            'hybridep.levels has codecs or a setting that is "auto" beside hybridep.sites, but what codecs inside a '
+            "site keep is not handed to a site that comes back; leave out the codecs of levels, and write domain "
+            "sizes (sites.codecs encodes what crosses between sites)"
+        )
     if config.dense_sync == "hierarchical" and (reason := dense.why_unsupported(engine)):
         raise UnsupportedError(
             f'hybridep.dense_sync is "hierarchical", which does not work with {reason}, or set hybridep.dense_sync to '

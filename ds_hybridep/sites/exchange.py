@@ -4,32 +4,33 @@
 A new epoch has new connections, so nothing of an earlier one can be taken for something of this one.
 """
 
+import contextlib
 import hashlib
 import hmac
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ds_hybridep.errors import CommunicationError
-from ds_hybridep.link import BULK, TLS, URGENT, Address, Link
+from ds_hybridep.link import BULK, TLS, URGENT, Address, Handle, Link
+from ds_hybridep.sites.patience import Patience
 
 DIGEST_BYTES = 8  # of a hash of weights
 CHUNK_BYTES = 2**24  # of a state
+LOOK_S = 1.0  # between looks at how long a wait has lasted
 
 
 @dataclass
 class Counters:
-    """What this rank has sent to and received from other sites, in bytes, and the seconds it has waited for them."""
+    """What this rank has exchanged with one other site, in bytes, and the seconds it has waited for it."""
 
     sent_bytes: int = 0
     received_bytes: int = 0
     waited_s: float = 0.0
-    num_repeated: int = 0  # exchanges that were discarded and repeated
-    waited_for: dict[str, float] = field(default_factory=dict)  # by site
 
 
 class Crossing:
@@ -42,7 +43,7 @@ class Crossing:
 
     def __init__(
         self, names: Sequence[str], site: str, rank: int, secret: bytes, host: str, timeout_s: float,
-        counters: Counters, ports: tuple[int, int] | None = None, tls: TLS | None = None,
+        counters: Mapping[str, Counters], ports: tuple[int, int] | None = None, tls: TLS | None = None,
     ) -> None:  # fmt: skip
         self._names, self._site, self._rank, self._timeout_s = list(names), site, rank, timeout_s
         self._counters = counters
@@ -96,7 +97,7 @@ class Crossing:
 
     def _swap(self, channel: str, packet: Tensor) -> list[Tensor]:
         self._check()
-        began, sends, received = time.monotonic(), [], {self._site: packet}
+        sends, received = [], {self._site: packet}
         waiting = {}
         for name in self.others:
             rank = self._index(name)
@@ -106,24 +107,32 @@ class Crossing:
             if name in self.members or channel == "gradients":
                 try:
                     sends.append((name, self._channels[channel].send(rank, packet)))
-                    self._counters.sent_bytes += packet.nbytes
+                    self._counters[name].sent_bytes += packet.nbytes
                 except CommunicationError:
                     if name in self.members:
                         self._fail(name)
         for name, handle in waiting.items():
             try:
-                view = handle.wait()
+                view = self._wait(handle, name)
                 if len(view) != packet.nbytes:
                     raise CommunicationError(f"a packet of {len(view)} bytes came instead of {packet.nbytes}")
-                self._counters.received_bytes += packet.nbytes
+                self._counters[name].received_bytes += packet.nbytes
             except CommunicationError:
                 self._fail(name)
-            now = time.monotonic()
-            self._counters.waited_s += now - began
-            self._counters.waited_for[name] = self._counters.waited_for.get(name, 0.0) + now - began
-            began = now
         self._check()
         return [received[name] for name in self.members]
+
+    def _wait(self, handle: Handle, name: str) -> memoryview:
+        """Return what a site sends; announce it if that takes long."""
+        began = time.monotonic()
+        with Patience("" if self._rank else f"site '{self._site}' waits for site '{name}'") as patience:
+            while not handle.done():
+                with contextlib.suppress(CommunicationError):
+                    handle.wait(LOOK_S)
+                    break
+                patience.look()
+        self._counters[name].waited_s += time.monotonic() - began
+        return handle.wait()
 
     def _check(self) -> None:
         if self._has_failed:
@@ -143,7 +152,7 @@ class Crossing:
             channel.send(rank, len(state).to_bytes(8, "big") + hashlib.sha256(state).digest())
             for at in range(0, len(state), CHUNK_BYTES):
                 channel.send(rank, memoryview(state)[at : at + CHUNK_BYTES])
-                self._counters.sent_bytes += min(CHUNK_BYTES, len(state) - at)
+                self._counters[name].sent_bytes += min(CHUNK_BYTES, len(state) - at)
         except CommunicationError:
             if name in self.members:
                 self._fail(name)
@@ -151,13 +160,13 @@ class Crossing:
     def receive_state(self, name: str) -> bytes:
         """Return the state that a site sends.  Raises CommunicationError if it does not come whole."""
         rank, channel = self._index(name), self._channels["state"]
-        head = bytes(channel.receive(rank, max_bytes=40).wait())
+        head = bytes(self._wait(channel.receive(rank, max_bytes=40), name))
         state = bytearray(int.from_bytes(head[:8], "big"))
         for at in range(0, len(state), CHUNK_BYTES):
-            channel.receive(rank, into=memoryview(state)[at : at + CHUNK_BYTES]).wait()
+            self._wait(channel.receive(rank, into=memoryview(state)[at : at + CHUNK_BYTES]), name)
         if hashlib.sha256(state).digest() != head[8:]:
             raise CommunicationError(f"site '{self._site}': the state that came from '{name}' has another hash")
-        self._counters.received_bytes += len(state)
+        self._counters[name].received_bytes += len(state)
         return bytes(state)
 
     def observe(self, num_bytes: int) -> list[Any]:

@@ -75,6 +75,14 @@ class LocalSteps:
             for own, common in zip((t for one in fragment for t in one.tensors), kept, strict=True):
                 own.copy_(common)
 
+    def drift(self) -> float:
+        """Return the L2 distance of this rank's weights from the common ones, over the norm of the common ones."""
+        squares = torch.zeros(2, dtype=torch.float64)
+        for fragment, deltas in zip(self._common, map(self.deltas, range(self._every)), strict=True):
+            for common, delta in zip(fragment, (t for one in deltas for t in one.tensors), strict=True):
+                squares += torch.stack([delta.square().sum(), common.square().sum()]).double().cpu()
+        return float((squares[0] / squares[1].clamp_min(1e-30)).sqrt())
+
     def common(self) -> list[Tensor]:
         """Return the common weights, for a hash."""
         return [tensor for fragment in self._common for tensor in fragment]

@@ -14,6 +14,7 @@ from typing import Any
 
 from ds_hybridep.errors import SiteError
 from ds_hybridep.sites import protocol
+from ds_hybridep.sites.patience import Patience
 
 logger = logging.getLogger(__name__)
 RETRY_S = 1.0
@@ -49,23 +50,7 @@ class Member:
         self._is_closed = False
         self.heard_at = time.monotonic()
         self.trouble = ""
-        deadline = time.monotonic() + wait_s
-        while True:
-            try:
-                self._connect()
-                break
-            except OSError as error:
-                self.trouble = str(error)
-            except _Refused as refusal:
-                if not refusal.may_pass:
-                    raise SiteError(f"site '{name}': the meeting point refused it: {refusal}") from None
-                self.trouble = str(refusal)
-            if time.monotonic() > deadline:
-                raise SiteError(
-                    f"site '{name}' did not reach the meeting point {address[0]}:{address[1]} in {wait_s:g} s: "
-                    f"{self.trouble}; is 'ds_hybridep meet' running there, and does a firewall stop this port?"
-                )
-            time.sleep(RETRY_S)
+        self._come(time.monotonic() + wait_s)
         self._thread = threading.Thread(target=self._run, name="hybridep-meeting-point", daemon=True)
         self._thread.start()
 
@@ -112,6 +97,27 @@ class Member:
                 with contextlib.suppress(OSError):
                     self._sock.shutdown(socket.SHUT_RDWR)
         self._thread.join(CONNECT_S)
+
+    def _come(self, deadline: float) -> None:
+        """Connect for the first time."""
+        where = f"the meeting point {self._address[0]}:{self._address[1]}"
+        with Patience(f"site '{self.name}' waits for {where}") as patience:
+            while True:
+                try:
+                    return self._connect()
+                except OSError as error:
+                    self.trouble = str(error)
+                except _Refused as refusal:
+                    if not refusal.may_pass:
+                        raise SiteError(f"site '{self.name}': the meeting point refused it: {refusal}") from None
+                    self.trouble = str(refusal)
+                if time.monotonic() > deadline:
+                    raise SiteError(
+                        f"site '{self.name}' did not reach {where} in {self._wait_s:g} s: {self.trouble}; is "
+                        f"'ds_hybridep meet' running there, and does a firewall stop this port?"
+                    )
+                patience.look(self.trouble)
+                time.sleep(RETRY_S)
 
     # -- the connection ---------------------------------------------------------------------------------------------
 

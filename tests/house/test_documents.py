@@ -39,6 +39,7 @@ ELSEWHERE = {  # by how a command begins: what runs it, or why nothing does
     "ds_hybridep export": "tests/house/test_finetune_hf.py",
     "ds_hybridep lab": "tests/lab/test_launcher.py",
     "examples/restart/": "tests/house/test_restart.py",
+    "examples/sites/": "tests/sites/test_example.py",
     "python -m benchmarks ": "tests/house/test_measuring_programs.py",
     "deepspeed --num_gpus 8 train.py": "tests/house/test_launchers.py",
     "torchrun --nnodes 2": "tests/house/test_launchers.py",

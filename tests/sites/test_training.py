@@ -1,14 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
 """Two sites, each a job of its own, beside one DeepSpeed job over all ranks."""
 
+import importlib.util
 import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
-from site_jobs import Job, Meeting, block, secret_file
+from site_jobs import Job, Meeting, block, end_together, secret_file
+
+from ds_hybridep.lab.network import EmulatedNetwork, why_not_permitted
+from ds_hybridep.lab.topology import LinkSpec, Topology
 
 pytestmark = pytest.mark.dist
+DOMAINS = [{"name": "gpu", "size": 2, "domain_size": 2}]
+AUTOEP = [
+    pytest.mark.slow,
+    pytest.mark.timeout(480),
+    pytest.mark.skipif(importlib.util.find_spec("transformers") is None, reason="needs transformers: '.[hf]'"),
+]
 
 
 @pytest.fixture
@@ -18,8 +30,9 @@ def meeting(tmp_path: Path) -> Any:
 
 
 def train(meeting: Meeting, folder: Path, ranks: int, sites: dict[str, Any], **options: Any) -> list[dict[str, Any]]:
-    """Return the records of all ranks of site a, then of site b."""
-    both = block(meeting, folder, sites=sites)
+    """Return the records of all ranks of site a, then of site b.  levels: of the inside of each."""
+    levels = options.pop("levels", None)
+    both = block(meeting, folder, sites=sites, **({"levels": levels} if levels else {}))
     options = {"ep_size": ranks, **options}
     jobs = [
         Job(folder, name, ranks, site=name, block=both, first_rank=index * ranks, **options)
@@ -41,12 +54,17 @@ def train(meeting: Meeting, folder: Path, ranks: int, sites: dict[str, Any], **o
         pytest.param({"zero": 2, "accumulation": 4}, marks=pytest.mark.slow),
         pytest.param({"zero": 1, "ranks": 2}, marks=pytest.mark.slow),
         pytest.param({"zero": 2, "ranks": 2, "clip": 0.5}, marks=pytest.mark.slow),
+        pytest.param({"zero": 1, "ranks": 2, "levels": DOMAINS, "accumulation": 2}, marks=pytest.mark.slow),
+        pytest.param({"family": "mixtral", "zero": 1, "ranks": 2, "accumulation": 2}, marks=AUTOEP),
+        pytest.param({"family": "qwen3_moe", "zero": 2, "ranks": 2}, marks=AUTOEP),
+        pytest.param({"family": "qwen3_moe", "zero": 3, "ranks": 2, "clip": 0.5, "accumulation": 2}, marks=AUTOEP),
     ],
 )
 def test_losses_are_those_of_one_job_over_all_ranks(meeting: Meeting, tmp_path: Path, options: dict[str, Any]) -> None:
     options = dict(options)
     ranks = options.pop("ranks", 1)
     sites = train(meeting, tmp_path, ranks, {}, **options)
+    options.pop("levels", None)
     one = Job(tmp_path, "one", 2 * ranks, ep_size=ranks, **options).records()
     for got, wanted in zip(sites, one, strict=True):
         assert got["losses"] == pytest.approx(wanted["losses"], abs=2e-6), "fp32, up to the order of sums"
@@ -70,25 +88,42 @@ def test_encoded_gradients_leave_the_weights_of_all_sites_equal(
     assert a["skipped"] == b["skipped"] == int("overflow_at" in options)
 
 
-def test_a_site_that_was_killed_comes_back_while_the_other_goes_on(meeting: Meeting, tmp_path: Path) -> None:
-    both = block(meeting, tmp_path, sites={"codecs": "recommended"})
-    options = {"steps": 150, "pause_s": 0.05, "ep_size": 1, "block": both, "dtype": "bf16"}
-    a = Job(tmp_path, "a", 1, site="a", **options)
-    b = Job(tmp_path, "b", 1, site="b", first_rank=1, **options)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"sites": {"codecs": "recommended"}, "dtype": "bf16"},
+        pytest.param({"ranks": 2, "levels": DOMAINS}, marks=pytest.mark.slow),
+        pytest.param({"ranks": 2, "family": "qwen3_moe", "zero": 3}, marks=AUTOEP),
+    ],
+)
+def test_a_site_that_was_killed_comes_back_while_the_other_goes_on(
+    meeting: Meeting, tmp_path: Path, options: dict[str, Any]
+) -> None:
+    options = dict(options)
+    ranks, of_block = options.pop("ranks", 1), {key: options.pop(key) for key in ("sites", "levels") if key in options}
+    both = block(meeting, tmp_path, **of_block)
+    options |= {"until": str(tmp_path / "until"), "steps": 10**6, "pause_s": 0.02, "ep_size": ranks, "block": both}
+    a = Job(tmp_path, "a", ranks, site="a", **options)
+    b = Job(tmp_path, "b", ranks, site="b", first_rank=ranks, **options)
     try:
         a.wait_for_step(5)
         b.kill()
         at = a.step()
         a.wait_for_step(at + 5)
-        b = Job(tmp_path, "b again", 1, site="b", first_rank=1, **options)
-        (ours,), (theirs,) = a.records(), b.records()
+        b = Job(tmp_path, "b again", ranks, site="b", first_rank=ranks, **options)
+        b.wait_for_step(at + 1)
+        ours, theirs = end_together(tmp_path, [a, b])
     finally:
         a.kill()
         b.kill()
-    assert ours["started_at"] == 0
-    assert sorted(map(int, ours["losses"])) == list(range(150)), "it made each step once"
-    assert theirs["started_at"] > at
-    assert ours["weights"] == theirs["weights"]
+    assert ours[0]["started_at"] == 0
+    assert sorted(map(int, ours[0]["losses"])) == list(range(len(ours[0]["losses"]))), "it made each step once"
+    assert theirs[0]["started_at"] > at
+    assert [one["weights"] for one in ours] == [one["weights"] for one in theirs]
+    report = ours[0]["sites"]
+    assert report["step"] == report["others"]["b"]["step"] + 1
+    assert report["others"]["b"]["present"]
+    assert report["others"]["b"]["sent_bytes"] > 0
 
 
 @pytest.mark.slow
@@ -130,6 +165,75 @@ def test_who_cannot_join_is_told_why(meeting: Meeting, tmp_path: Path) -> None:
             assert says in job.output()
     finally:
         first.kill()
+
+
+@pytest.mark.slow
+def test_two_of_three_sites_go_on_while_one_is_killed_and_comes_back(tmp_path: Path) -> None:
+    with Meeting(tmp_path) as meeting, three_sites(meeting, tmp_path) as (start, jobs):
+        jobs["a"].wait_for_step(4)
+        jobs["b"].kill()
+        at = jobs["a"].step()
+        jobs["a"].wait_for_step(at + 5)
+        assert jobs["c"].step() > at
+        start("b", "b again").wait_for_step(at + 1)
+        records = end_together(tmp_path, list(jobs.values()))
+    assert len({ranks[0]["weights"] for ranks in records}) == 1
+    assert sorted(map(int, records[0][0]["losses"])) == list(range(len(records[0][0]["losses"])))
+    assert records[1][0]["started_at"] > at
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    (why_not := why_not_permitted(with_delay=False)) is not None, reason=f"emulated networks: {why_not}"
+)
+def test_one_of_three_that_is_cut_off_never_steps_and_comes_back(tmp_path: Path) -> None:
+    with EmulatedNetwork(Topology(4, 1), LinkSpec()) as network:
+        places = {name: network.command_on(host, []) for host, name in enumerate("abc")}
+        point = Meeting(tmp_path, network.topology.address_of(3), network.command_on(3, []))
+        with point as meeting, three_sites(meeting, tmp_path, places) as (start, jobs):
+            jobs["a"].wait_for_step(4)
+            network.cut(2)
+            time.sleep(1)  # what is on its way arrives
+            at = jobs["c"].step()
+            jobs["a"].wait_for_step(at + 10)
+            assert jobs["c"].step() == at
+            network.restore(2)
+            assert jobs["c"].wait() == [1]
+            said = jobs["c"].output()
+            assert "start it again with the same command" in said
+            assert "site 'c' waits for" in said
+            assert jobs["c"].step() == at, "not one step by itself"
+            start("c", "c again").wait_for_step(at + 10)
+            records = end_together(tmp_path, list(jobs.values()))
+    assert len({ranks[0]["weights"] for ranks in records}) == 1
+
+
+@contextmanager
+def three_sites(meeting: Meeting, folder: Path, places: Mapping[str, list[str]] | None = None) -> Iterator[Any]:
+    """Give a function that starts a site, and the jobs of all three, which run.  places: words before commands."""
+    block_of_all = block(meeting, folder, ("a", "b", "c"), timeout_s=12)
+    options = {"block": block_of_all, "until": str(folder / "until"), "steps": 10**6, "pause_s": 0.02, "ep_size": 1}
+    jobs: dict[str, Job] = {}
+
+    def start(site: str, name: str) -> Job:
+        before = (places or {}).get(site, ())
+        jobs[site] = Job(folder, name, 1, before, site=site, first_rank="abc".index(site), **options)
+        return jobs[site]
+
+    try:
+        for site in "abc":
+            start(site, site)
+        yield start, jobs
+    finally:
+        for job in jobs.values():
+            job.kill()
+
+
+def test_codecs_inside_a_site_are_refused(meeting: Meeting, tmp_path: Path) -> None:
+    levels = [{"name": "gpu", "size": 1, "codecs": "recommended"}]
+    job = Job(tmp_path, "a", 1, site="a", block=block(meeting, tmp_path, levels=levels), ep_size=1)
+    assert job.wait() == [1]
+    assert "leave out the codecs of levels" in job.output()
 
 
 @pytest.mark.slow

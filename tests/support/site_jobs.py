@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,15 +29,16 @@ def secret_file(folder: Path, text: str = "a secret of at least sixteen bytes") 
 
 
 class Meeting:
-    """A meeting point in a process of its own."""
+    """A meeting point in a process of its own.  before: words in front of its command."""
 
-    def __init__(self, folder: Path, port: int | None = None) -> None:
-        self.port, self.log = port or free_port(), folder / "meeting.log"
-        command = ["-m", "ds_hybridep.commands.main", "meet", "--port", str(self.port), "--host", "127.0.0.1"]
+    def __init__(self, folder: Path, host: str = "127.0.0.1", before: Sequence[str] = ()) -> None:
+        self.port, self.host, self.log = free_port(), host, folder / "meeting.log"
+        command = ["-m", "ds_hybridep.commands.main", "meet", "--port", str(self.port), "--host", host]
         self._file = self.log.open("a")
         self.process = subprocess.Popen(
-            [sys.executable, *command, "--secret-file", str(secret_file(folder))], stdout=self._file, stderr=self._file
-        )
+            [*before, sys.executable, *command, "--secret-file", str(secret_file(folder))],
+            stdout=self._file, stderr=self._file,
+        )  # fmt: skip
 
     def __enter__(self) -> "Meeting":
         return self
@@ -48,9 +50,9 @@ class Meeting:
 
 
 class Job:
-    """A job of `site_script.py`; all its ranks have a process group of their own."""
+    """A job of `site_script.py`; all its ranks have a process group of their own.  before: as in `Meeting`."""
 
-    def __init__(self, folder: Path, name: str, ranks: int, **options: Any) -> None:
+    def __init__(self, folder: Path, name: str, ranks: int, before: Sequence[str] = (), **options: Any) -> None:
         self.folder, self.name, self.ranks = folder, name, ranks
         port = free_port()
         self.processes = []
@@ -65,7 +67,7 @@ class Job:
             environment.pop("HYBRIDEP_SITE", None)
             if site is not None:
                 environment["HYBRIDEP_SITE"] = site
-            command = [sys.executable, str(SCRIPT), json.dumps(options)]
+            command = [*before, sys.executable, str(SCRIPT), json.dumps(options)]
             with (folder / f"{name}-{rank}.log").open("w") as log:
                 self.processes.append(subprocess.Popen(command, env=environment, stdout=log, stderr=log))
 
@@ -107,7 +109,15 @@ class Job:
 
 def block(meeting: Meeting, folder: Path, names: tuple[str, ...] = ("a", "b"), **more: Any) -> dict[str, Any]:
     sites = {
-        "names": list(names), "meeting_point": f"127.0.0.1:{meeting.port}", "secret_file": str(secret_file(folder)),
-        **more.pop("sites", {}),
+        "names": list(names), "meeting_point": f"{meeting.host}:{meeting.port}",
+        "secret_file": str(secret_file(folder)), **more.pop("sites", {}),
     }  # fmt: skip
     return {"sites": sites, "timeout_s": 20, **more}
+
+
+def end_together(folder: Path, jobs: Sequence[Job], more_steps: int = 15) -> list[list[dict[str, Any]]]:
+    """Let sites whose option `until` is "until" in the folder end at one step; return their records."""
+    unfinished = folder / "until.partial"
+    unfinished.write_text(str(max(job.step() for job in jobs) + more_steps))
+    unfinished.rename(folder / "until")
+    return [job.records() for job in jobs]

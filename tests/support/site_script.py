@@ -15,11 +15,15 @@ from pathlib import Path
 import deepspeed
 import torch
 from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer
+from hf_models import build_hf_model, hf_loss, let_plain_autoep_work
 from toy_model import ToyConfig, batch, build_model
+
+import ds_hybridep
 
 DEFAULTS = {
     "out": "", "steps": 6, "first_rank": 0, "zero": 1, "dtype": "fp32", "accumulation": 1, "clip": 0.0, "block": None,
-    "ep_size": 2, "overflow_at": -1, "pause_s": 0.0, "lr": 1e-2, "tell": "", "grad_accum_dtype": None, "world": 4,
+    "ep_size": 2, "overflow_at": -1, "pause_s": 0.0, "lr": 1e-2, "tell": "", "grad_accum_dtype": None, "family": None,
+    "until": "",
 }  # fmt: skip
 options = {**DEFAULTS, **json.loads(sys.argv[1])}
 deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
@@ -29,36 +33,53 @@ os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
 os.environ.setdefault("LOCAL_RANK", os.environ["RANK"])
 deepspeed.init_distributed("gloo")
 rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-toy = ToyConfig(ep_size=options["ep_size"])
-model = build_model(toy, rank=rank, world_size=world, data_before_expert=False, seed=1)
+family = options["family"]  # of Hugging Face models, for AutoEP; None: native layers
+toy = ToyConfig(ep_size=options["ep_size"], **({"hidden": 32, "ffn": 16} if family else {}))
+if family:
+    model = build_hf_model(family, toy, seed=1)
+else:
+    model = build_model(toy, rank=rank, world_size=world, data_before_expert=False, seed=1)
 ds_config = {
     "train_micro_batch_size_per_gpu": 2,
     "gradient_accumulation_steps": options["accumulation"],
     "gradient_clipping": options["clip"],
     "optimizer": {"type": "Adam", "params": {"lr": options["lr"], "torch_adam": True}},
     "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 10, "warmup_max_lr": options["lr"]}},
-    "zero_optimization": {"stage": options["zero"]},
+    # Else everything of a toy stays whole under ZeRO 3.
+    "zero_optimization": {"stage": options["zero"], "stage3_param_persistence_threshold": 100},
     "steps_per_print": 10**9,
 }
 if options["dtype"] != "fp32":
     ds_config[options["dtype"]] = {"enabled": True}
 if options["grad_accum_dtype"]:
     ds_config["data_types"] = {"grad_accum_dtype": options["grad_accum_dtype"]}
+if family:
+    let_plain_autoep_work()
+    ds_config["expert_parallel"] = {"enabled": True, "autoep_size": options["ep_size"]}
 if options["block"]:
     ds_config["hybridep"] = options["block"]
-named = {"params": list(model.parameters()), "name": "all"}
-parameters = split_params_into_different_moe_groups_for_optimizer(named)
+parameters = list(model.parameters())
+if not family:
+    parameters = split_params_into_different_moe_groups_for_optimizer({"params": parameters, "name": "all"})
 engine, *_ = deepspeed.initialize(model=model, model_parameters=parameters, config=ds_config)
 losses: dict[int, float] = {}
 started_at = engine.global_steps
-while engine.global_steps < options["steps"]:
+
+
+def last_step() -> int:
+    """`steps`, or what the file `until` says once it is there."""
+    until = Path(options["until"])
+    return int(until.read_text()) if until.is_file() else options["steps"]
+
+
+while engine.global_steps < last_step():
     step = engine.global_steps
     total = 0.0
     for micro_step in range(options["accumulation"]):
         inputs = batch(
             toy, seed=1, step=step, micro_step=micro_step, rank=options["first_rank"] + rank, num_sequences=2
         )
-        loss = engine(*inputs)
+        loss = hf_loss(engine, *inputs) if family else engine(*inputs)
         total += loss.item()
         scale = float("inf") if step == options["overflow_at"] else 1.0
         engine.backward(loss * scale)
@@ -69,11 +90,12 @@ while engine.global_steps < options["steps"]:
     time.sleep(options["pause_s"])
 digest = hashlib.sha256()
 for parameter in model.parameters():
-    digest.update(parameter.detach().float().numpy().tobytes())
+    digest.update(getattr(parameter, "ds_tensor", parameter).detach().float().numpy().tobytes())
 attachment = vars(engine).get("_hybridep_attachment")
 common = attachment.sites._digest().hex() if attachment is not None and attachment.sites is not None else ""
 record = {
     "common": common,
+    "sites": ds_hybridep.stats(engine)["sites"] if attachment is not None else None,
     "losses": losses,
     "weights": digest.hexdigest(),
     "started_at": started_at,
