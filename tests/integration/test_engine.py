@@ -394,13 +394,14 @@ def test_stats(pool4: ProcessPool) -> None:
     for rank, found in enumerate(pool4.run(stats_after_two_steps, case=case)):
         fresh, trained = found["fresh"], found["trained"]
         keys = {"rank", "steps", "levels", "exposed_s", "layers", "synchronised", "job", "planning"}
-        keys |= {"replica_bytes", "host_bytes", "link"}
+        keys |= {"replica_bytes", "host_bytes", "link", "sites"}
         assert set(trained) == keys
         assert trained["synchronised"] == {}  # DeepSpeed does it
         # A slot of another rank in two layers: fp32 weights.  The own one has memory only while it is sent.
         assert (fresh["replica_bytes"], trained["replica_bytes"]) == (shipment, shipment)
         assert trained["host_bytes"] == 0
         assert trained["planning"] is None  # nothing is "auto"
+        assert trained["sites"] is None
         assert {peer["state"] for peer in trained["link"]} == {"alive"}, trained["link"]
         assert sum(peer["sent_bytes"] for peer in trained["link"]) > 0
         assert [peer["reconnects"] for peer in trained["link"]] == [0] * len(trained["link"])
