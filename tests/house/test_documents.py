@@ -27,7 +27,7 @@ ELSEWHERE = {  # by how a command begins: what runs it, or why nothing does
     "make check": ".ci/run",
     "make fmt": "not run: rewrites the sources",
     "pip install .": ".ci/run, tests/house/test_wheel.py",
-    "pip install 'ds_hybridep[hf]'": "not run: pyproject.toml has the same names",
+    "pip install '.[hf]'": "not run: pyproject.toml has the same names",
     "pip uninstall": "not run: removes what is tested",
     "git clone": "not run: names a place",
     "ssh": "tests/lab/test_multi_node.py",
