@@ -12,6 +12,7 @@ import socket
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, Literal, Protocol
 
 import psutil
@@ -167,5 +168,17 @@ def memory_left(device: torch.device, num_neighbours: int) -> tuple[float, float
         peak = torch.cuda.max_memory_allocated(device)
         return float(torch.cuda.mem_get_info(device)[0] + cached), float(peak - allocated)
     peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    free_bytes = psutil.virtual_memory().available / num_neighbours
-    return free_bytes, float(max(peak_bytes - psutil.Process().memory_info().rss, 0))
+    free_bytes = min(psutil.virtual_memory().available, _left_in_container())
+    return free_bytes / num_neighbours, float(max(peak_bytes - psutil.Process().memory_info().rss, 0))
+
+
+def _left_in_container(folder: Path = Path("/sys/fs/cgroup")) -> float:
+    """Bytes left below the container's memory limit; inactive file cache counts as free.  Infinite without a limit."""
+    try:
+        limit, used = ((folder / name).read_text().strip() for name in ("memory.max", "memory.current"))
+        if limit == "max":
+            return math.inf
+        counts = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+        return float(int(limit) - int(used) + int(counts["inactive_file"]))
+    except (OSError, ValueError, KeyError):
+        return math.inf

@@ -65,7 +65,9 @@ class Attempt:
         if self.peer is not None and error is None:
             self.peer.note_reached(self._index)
         if theirs is not None and (self.peer is None or self._door.is_same(self.peer, theirs)):
-            return (self.peer or self._door.peers[theirs.rank]).attach(theirs.lane, self.sock, theirs.received)
+            peer = self.peer or self._door.peers.get(theirs.rank)  # None: a caller has just given it up
+            if peer is not None:
+                return peer.attach(theirs.lane, self.sock, theirs.received)
         self.sock.close()
         if self.peer is not None and error is not None:
             is_refused = isinstance(error, ConnectionRefusedError)

@@ -81,10 +81,13 @@ class Link:
         """Connect to peers, given as rank -> `Link.address` of that rank; may be called again for others.
 
         A rank that is connected already is connected anew.  Raises CommunicationError if one is gone or not connected
-        after `timeout_s`.  One that has left meanwhile is no error here, but for whoever receives from it.
+        after `timeout_s`, or if the system refuses the options.  One that has left meanwhile is no error here, but for
+        whoever receives from it.
         """
         self._check_open()
         options, new = options or Options(), {}
+        if not options.are_permitted():
+            raise CommunicationError(f"rank {self.rank}: the system refuses {options}; choose others")
         for rank, (host, port) in addresses.items():
             if rank != self.rank:
                 new[rank] = Peer(self, rank, (host, port), options)
@@ -256,6 +259,8 @@ class Link:
         """In a forked process: close its copies of the connections, which belong to the parent."""
         self.lock = threading.Lock()  # the parent's thread may have held it
         self._changed = threading.Condition(self.lock)
+        for peer in self.peers.values():
+            peer.mail.lock = self.lock
         if not self.is_closed:
             for sock in (lane.sock for peer in self.peers.values() for lane in peer.lanes):
                 if sock is not None:

@@ -9,6 +9,7 @@ import contextlib
 import threading
 from collections import defaultdict, deque
 from concurrent.futures import Future, InvalidStateError
+from concurrent.futures import TimeoutError as NotDone  # another class than Python's before 3.11
 
 from ds_hybridep.errors import CommunicationError
 from ds_hybridep.link.wire import CHUNK_BYTES, LEAST_CHUNK_BYTES, Frame, Kind
@@ -37,7 +38,7 @@ class Handle(Future[str | None]):
         """
         try:
             failure = self.result(timeout_s)
-        except TimeoutError:
+        except NotDone:
             failure = f"was not done after {timeout_s:g} s; see the log of that rank"
         else:
             failure = failure and f"failed: {failure}"
@@ -53,6 +54,7 @@ class Handle(Future[str | None]):
         """Mark it as done or, with a reason, as failed; a second call does nothing."""
         with contextlib.suppress(InvalidStateError):
             self.set_result(failure)
+            vars(self)["_done_callbacks"].clear()  # they refer to what refers to this, tensors included
 
     def _content(self) -> memoryview:
         return memoryview(b"")
@@ -115,7 +117,7 @@ class Mail:
     def __init__(self, lock: threading.Lock, early_bytes: int, num_pieces: int) -> None:
         self.early_bytes = [0, 0]  # by priority, so that urgent ones never stop because of bulk ones
         self.cause = ""  # why the peer is gone
-        self._lock, self._most_early_bytes, self._num_pieces = lock, early_bytes, num_pieces
+        self.lock, self._most_early_bytes, self._num_pieces = lock, early_bytes, num_pieces
         self._counts: dict[tuple[str, bytes], int] = defaultdict(int)  # of messages in each direction and stream
         self._queues: tuple[deque[Send], ...] = (deque(), deque())  # by priority
         self._sends: dict[Key, Send] = {}  # not acknowledged
@@ -125,7 +127,7 @@ class Mail:
 
     def send(self, stream: bytes, what: str, data: memoryview, priority: int) -> Send:
         is_small = len(data) <= SMALL_BYTES
-        with self._lock:
+        with self.lock:
             key = self._next_key("sent", stream)
             data = memoryview(bytes(data)) if is_small else data
             send = Send(f"{what} (number {key[1]})", key, data, self._num_pieces)
@@ -137,7 +139,7 @@ class Mail:
         return send
 
     def receive(self, stream: bytes, what: str, into: memoryview | None, max_bytes: int) -> Receive:
-        with self._lock:
+        with self.lock:
             key = self._next_key("received", stream)
             if (receive := self._receives.get(key)) is None:
                 receive = self._receives[key] = Receive()
@@ -156,7 +158,7 @@ class Mail:
 
     def cancel(self, stream: bytes) -> None:
         """Let all receives of a stream fail, and throw away what comes later; what was sent still leaves."""
-        with self._lock:
+        with self.lock:
             self._cancelled.add(stream)
             found = [one for key, one in self._receives.items() if key[0] == stream]
             self._receives = {key: one for key, one in self._receives.items() if key[0] != stream}
@@ -174,7 +176,7 @@ class Mail:
 
     def fail(self, cause: str, *, with_sends: bool = True) -> None:
         """Let all waits fail, now and later; what has arrived whole can still be received."""
-        with self._lock:
+        with self.lock:
             self.cause = self.cause or cause
             handles: list[Handle] = [one for one in self._receives.values() if one.max_bytes is not None]
             self._receives = {
@@ -193,7 +195,7 @@ class Mail:
 
     def next_piece(self, priority: int) -> Piece | None:
         """Return the next frame to send."""
-        with self._lock:
+        with self.lock:
             if not (queue := self._queues[priority]):
                 return None
             send = queue[0]
@@ -208,13 +210,13 @@ class Mail:
         send.num_left -= 1
         if not send.num_left:
             send.end()
-            with self._lock:
+            with self.lock:
                 self._sends.pop(send.key, None)
 
     def place(self, frame: Frame, priority: int) -> Receive | None:
         """Return the receive of a DATA frame; None if it has to wait, because early messages fill the bound."""
         key = frame.stream, frame.sequence
-        with self._lock:
+        with self.lock:
             receive = self._receives.get(key)
             if self.cause or frame.stream in self._cancelled:
                 return Receive()  # without memory
@@ -236,7 +238,7 @@ class Mail:
 
     def arrived(self, frame: Frame, receive: Receive) -> None:
         """Note that a frame has been read."""
-        with self._lock:
+        with self.lock:
             receive.num_missing = (receive.num_missing or 0) - frame.length
             is_unwanted = receive.max_bytes is None or self.cause or frame.stream in self._cancelled
             if receive.num_missing or is_unwanted:

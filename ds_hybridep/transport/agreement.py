@@ -4,7 +4,7 @@
 import contextlib
 import json
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch.distributed as dist
@@ -76,51 +76,89 @@ def together(timeout_s: float, give_up: Callable[[], None]) -> Iterator[None]:
 def _announce(reason: str) -> None:
     if is_initialized():
         with contextlib.suppress(RuntimeError):  # the store may be gone; the error itself matters more
-            _, store = _begin()
-            _write(store, str(dist.get_rank()), {"error": reason})
+            startup = _Startup(0.0)
             if dist.get_rank() == 0:
-                _write(store, "verdict", [f"rank 0 cannot start: {reason}", None])
+                startup.write("verdict", [f"rank 0 cannot start: {reason}", None])
+            else:
+                startup.write(str(dist.get_rank()), {"error": reason})
 
 
 @waiting(for_all=True)
 def _meet(payload: Mapping[str, Any], timeout_s: float, said: Any = None) -> tuple[int, Any]:
     """Return the number of a start-up with equal payloads, and what rank 0 has said there."""
-    rank, limit_s = str(dist.get_rank()), 1.25 * timeout_s + 5.0  # rank 0 may first wait for its own limit
-    try:
-        number, store = _begin()
-        _write(store, rank, payload)
-        if rank == "0":
-            _write(store, "verdict", [_judge(store, timeout_s), said])
-        error, said = read_note(store, "verdict", limit_s) or (_missing("rank 0", limit_s), None)
-        if error:  # rank 0 may still come
-            _write(store, rank, {"error": "it has given up this start-up; start all ranks together"})
-    except RuntimeError as failure:
-        said = f"the job's store failed: {failure}; look at the log of the rank that hosts it"
-        raise AgreementError(said) from failure
+    startup = _Startup(timeout_s)
+    startup.write(str(dist.get_rank()), payload)
+    if dist.get_rank() == 0:
+        startup.write("verdict", [startup.judge(), said])
+    # Rank 0 may first wait for its own limit.
+    error, said = startup.read("verdict", 1.25 * timeout_s + 5.0) or (startup.give_up([0], 1.25 * timeout_s + 5.0), "")
     if error:
         raise AgreementError(error)
-    return number, said
+    return startup.generation, said
 
 
-def _begin() -> tuple[int, Any]:
-    """Return the number of this rank's next start-up, which is the others' of the same number, and its place."""
-    number = int(job_store().add(f"startups/{dist.get_rank()}", 1))
-    return number, job_store(f"startup/{number}")
+class _Startup:
+    """One start-up in the job's store: the payloads of all ranks and the verdict of rank 0.
+
+    Every rank counts its own start-ups, and its n-th one meets the n-th of the others.  So a rank that fails three
+    times in a row is three ahead for a while.  A rank skips a start-up if the others gave up waiting for it there and
+    have gone on to a later one.
+    """
+
+    def __init__(self, timeout_s: float) -> None:
+        self._store, self._timeout_s, rank = job_store(), timeout_s, dist.get_rank()
+        others = range(1, dist.get_world_size()) if rank == 0 else (0,)
+        self.generation = self._count(rank, 1)
+        while self._was_missed(rank) and any(self._count(other, 0) > self.generation for other in others):
+            self.generation = self._count(rank, 1)
+
+    def _count(self, rank: int, more: int) -> int:
+        return int(self._store.add(f"startups/{rank}", more))
+
+    def _was_missed(self, rank: int) -> bool:
+        return bool(self._store.check([self._key(f"missed/{rank}")]))
+
+    def _key(self, name: str) -> str:
+        return f"startup/{self.generation}/{name}"
+
+    def write(self, name: str, value: Any) -> None:
+        self._store.set(self._key(name), json.dumps(value, sort_keys=True))
+
+    def read(self, name: str, limit_s: float) -> Any:
+        """Wait for a value and return it, or None if the limit passes first."""
+        try:
+            return read_note(self._store, self._key(name), limit_s)
+        except RuntimeError as error:
+            raise AgreementError(
+                f"the job's store failed: {error}; look at the log of the rank that hosts it"
+            ) from error
+
+    def judge(self) -> str:
+        """On rank 0: compare all payloads, and return what is wrong."""
+        deadline = time.monotonic() + self._timeout_s
+        # After the limit, the store still has 1 s for each rank, to deliver the payloads that are there.
+        payloads = [
+            self.read(str(rank), max(deadline - time.monotonic(), 1.0)) for rank in range(dist.get_world_size())
+        ]
+        if missing := [rank for rank, payload in enumerate(payloads) if payload is None]:
+            return self.give_up(missing, self._timeout_s)
+        if not (verdict := _compare_payloads(payloads)) and self._was_missed(0):
+            verdict = "other ranks gave up waiting for rank 0 before it came; start all ranks together"
+        return verdict
+
+    def give_up(self, missing: Sequence[int], limit_s: float) -> str:
+        """Tell the missing ranks that nobody waits for them any more, and return the verdict."""
+        for rank in missing:
+            self._store.set(self._key(f"missed/{rank}"), "")
+        who = "rank 0" if missing == [0] else f"ranks {missing}"
+        return (
+            f"{who} did not join the hybridep start-up within {limit_s:g} s: install the same ds_hybridep there "
+            f"and give every rank the same ds_config (hybridep.timeout_s sets the limit)"
+        )
 
 
-def _write(store: Any, key: str, value: Any) -> None:
-    store.set(key, json.dumps(value))
-
-
-def _judge(store: Any, timeout_s: float) -> str:
-    """On rank 0: wait for the payloads of all ranks; return what is wrong, or an empty string if all are equal."""
-    deadline = time.monotonic() + timeout_s
-    # After the limit, the store still has 1 s for each rank, to deliver the payloads that are there.
-    payloads = [
-        read_note(store, str(rank), max(deadline - time.monotonic(), 1.0)) for rank in range(dist.get_world_size())
-    ]
-    if missing := [rank for rank, payload in enumerate(payloads) if payload is None]:
-        return _missing(f"ranks {missing}", timeout_s)
+def _compare_payloads(payloads: Sequence[Mapping[str, Any]]) -> str:
+    """Return what is wrong, or an empty string if all payloads are equal to rank 0's."""
     failed = [f"rank {rank} cannot start: {p['error']}" for rank, p in enumerate(payloads) if "error" in p]
     different = [
         f"rank {rank} differs from rank 0 in {path}: {theirs!r} instead of {ours!r}"
@@ -128,13 +166,6 @@ def _judge(store: Any, timeout_s: float) -> str:
         for path, ours, theirs in _differences(payloads[0], payload, "")
     ]
     return "; ".join(failed or different[:8])
-
-
-def _missing(who: str, limit_s: float) -> str:
-    return (
-        f"{who} did not join the hybridep start-up within {limit_s:g} s: install the same ds_hybridep there and give "
-        f"every rank the same ds_config (hybridep.timeout_s sets the limit)"
-    )
 
 
 def _differences(ours: Any, theirs: Any, path: str) -> list[tuple[str, Any, Any]]:

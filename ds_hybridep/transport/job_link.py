@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from ds_hybridep.config import HybridEPConfig
 from ds_hybridep.errors import AgreementError, ConfigError
-from ds_hybridep.link import SILENT_S, TLS, Address, Link, Options, read_secret
+from ds_hybridep.link import SILENT_S, TLS, Address, Link, Options, State, read_secret
 from ds_hybridep.plan.cluster import Cluster
 from ds_hybridep.transport.job import job_store, read_note
 from ds_hybridep.transport.waits import waiting
@@ -115,7 +115,9 @@ class JobLink(Link):
                 )
             host, port, instance = note
             peer = self.peers.get(rank)
-            if peer is None or peer.instance.hex() != instance:  # the rank may have closed its last link meanwhile
+            # The rank may have closed its last link meanwhile.
+            is_lost = peer is not None and peer.state is State.GONE and not peer.has_left
+            if peer is None or is_lost or peer.instance.hex() != instance:
                 level = self._cluster.level_between(self.rank, rank)
                 assert level is not None
                 by_level.setdefault(level, {})[rank] = (host, port)

@@ -89,14 +89,14 @@ class Watch:
         self._cause = ""
         self._link = open_link(cluster, agree({}, settings.timeout_s), settings)
         self._link.on_change, self._link.on_tick = self.on_change, self.on_tick
-        for peer in list(self._link.peers.values()):  # where a planner has opened the link
-            if peer.state is State.GONE:
-                self.on_change(Fact(peer.rank, LEFT if peer.has_left else GONE, peer.mail.cause))
         try:
             self._link.meet(peers_of(cluster, self.rank))
         except BaseException:
             self.leave()
             raise
+        for peer in list(self._link.peers.values()):  # where a planner has opened the link
+            if peer.state is State.GONE:
+                self.on_change(Fact(peer.rank, LEFT if peer.has_left else GONE, peer.mail.cause))
         atexit.register(self._at_exit)
 
     def leave(self) -> None:

@@ -2,6 +2,7 @@
 """Other plans while a job runs: losses stay DeepSpeed's, residuals reach the owners, ranks choose the same."""
 
 import json
+import math
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
@@ -569,7 +570,13 @@ def test_plans_have_the_memory_that_is_free(pool2: ProcessPool):
     assert all(one == (6e6, [2, 1]) for one in found)
 
 
-def test_ranks_of_a_host_share_its_memory():
+def test_memory_left_is_read_from_the_host_and_the_container(tmp_path):
     free_bytes, working_bytes = meter.memory_left(torch.device("cpu"), 1)
     assert 0 < meter.memory_left(torch.device("cpu"), 4)[0] < free_bytes / 3
     assert working_bytes >= 0
+    assert meter._left_in_container(tmp_path) == math.inf
+    (tmp_path / "memory.current").write_text("700\n")
+    (tmp_path / "memory.stat").write_text("anon 500\ninactive_file 50\n")
+    for limit, left in (("1000\n", 350.0), ("max\n", math.inf)):
+        (tmp_path / "memory.max").write_text(limit)
+        assert meter._left_in_container(tmp_path) == left

@@ -5,6 +5,7 @@ Environment: RANK, WORLD_SIZE, MASTER_PORT as a launcher sets them, and HYBRIDEP
 Argument: a JSON object, see `DEFAULTS`.  Each rank writes its losses and a hash of its weights to `out`.
 """
 
+import atexit
 import hashlib
 import json
 import os
@@ -32,6 +33,8 @@ torch.set_num_threads(1)
 os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
 os.environ.setdefault("LOCAL_RANK", os.environ["RANK"])
 deepspeed.init_distributed("gloo")
+# Also where an error ends the script: torch aborts some processes that end with their groups.
+atexit.register(lambda: torch.distributed.is_initialized() and torch.distributed.destroy_process_group())
 rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 family = options["family"]  # of Hugging Face models, for AutoEP; None: native layers
 toy = ToyConfig(ep_size=options["ep_size"], **({"hidden": 32, "ffn": 16} if family else {}))
