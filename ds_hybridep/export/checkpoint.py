@@ -32,7 +32,7 @@ def open_checkpoint(folder: Path) -> "Checkpoint":
     loaded = [load(folder / name) for name in sorted(states, key=_rank_of)]
     try:
         return Checkpoint(folder, loaded)
-    except (KeyError, IndexError, TypeError, AttributeError, StopIteration) as error:
+    except (KeyError, IndexError, TypeError, ValueError, AttributeError, StopIteration) as error:
         raise ExportError(
             f"{folder} is not laid out as by DeepSpeed 0.19 ({type(error).__name__}: {error}); which version wrote it?"
         ) from error

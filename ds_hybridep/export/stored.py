@@ -65,6 +65,8 @@ def _join(shape: tuple[int, ...], pieces: Sequence[Piece], dtype: torch.dtype) -
             joined[done : done + len(chunk)] = chunk
             done += len(chunk)
             _give_back(chunk)
+    if done != len(joined):
+        raise ExportError(f"a parameter of {len(joined)} elements has {done} in its files; are they of several runs?")
     return joined.view(shape)
 
 

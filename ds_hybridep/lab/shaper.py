@@ -75,4 +75,4 @@ def queue_bytes(bits_per_s: float, round_trip_s: float) -> int:
     round trip, every other message of 1 MB waits for a retransmission and takes up to 2.5 times as long. With 200 ms'
     worth of 20 Mbit/s, a link that has slowed down drops whole windows, and single messages wait 10 s and more.
     """
-    return max(4 * 2**20, math.ceil(bits_per_s / 8 * max(4 * round_trip_s, 0.200)))
+    return min(2**31, max(4 * 2**20, math.ceil(bits_per_s / 8 * max(4 * round_trip_s, 0.200))))  # tc takes 32 bits

@@ -80,6 +80,7 @@ class LocalSteps:
         squares = torch.zeros(2, dtype=torch.float64)
         for fragment, deltas in zip(self._common, map(self.deltas, range(self._every)), strict=True):
             for common, delta in zip(fragment, (t for one in deltas for t in one.tensors), strict=True):
+                common = self._home.fetch(common)
                 squares += torch.stack([delta.square().sum(), common.square().sum()]).double().cpu()
         return float((squares[0] / squares[1].clamp_min(1e-30)).sqrt())
 

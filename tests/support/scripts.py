@@ -3,6 +3,7 @@
 
 import json
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -46,9 +47,12 @@ def blocks_of(page: str, section: str) -> list[str]:
 
 
 def free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return int(free.getsockname()[1])
+    """Return a free port below those that the system gives out by itself: another process could get one meanwhile."""
+    first = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    while True:
+        port = random.SystemRandom().randrange(max(1024, first - 12_000), first)
+        with suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            return port
 
 
 def run_together(

@@ -4,7 +4,6 @@
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -12,14 +11,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from scripts import free_port
+
 SUPPORT = Path(__file__).resolve().parent
 SCRIPT = SUPPORT / "site_script.py"
 LIMIT_S = 150.0
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as sock:
-        return int(sock.getsockname()[1])
 
 
 def secret_file(folder: Path, text: str = "a secret of at least sixteen bytes") -> Path:
