@@ -82,7 +82,16 @@ class LevelConfig(Settings):
                     f'{key} stands beside codecs, which is "recommended" and has one already; leave out one of them '
                     f"(dense_{key} may stand beside codecs)"
                 )
+        self.check_backend()
         return self
+
+    def check_backend(self) -> None:
+        """Raises ValueError if the backend cannot carry the codecs."""
+        if self.backend == "nccl" and PATCH in (self.weight_codec, self.dense_weight_codec):
+            raise ValueError(
+                'backend is "nccl", which cannot carry "patch", because patches are messages of varying length; set '
+                'backend to "gloo", or write other codecs'
+            )
 
     @property
     def all_codecs(self) -> CodecSet:
@@ -205,11 +214,10 @@ class HybridEPConfig(Settings):
                         "dense_gradient_codec": level.dense_gradient_codec or recommended.dense_gradient,
                     }
                 )
-            if level.backend == "nccl" and PATCH in level.all_codecs:
-                raise ConfigError(
-                    f'hybridep.levels[{index}].backend is "nccl", which cannot carry "patch", because patches are '
-                    f'messages of varying length; set backend to "gloo", or write other codecs'
-                )
+                try:
+                    level.check_backend()
+                except ValueError as error:
+                    raise ConfigError(f"hybridep.levels[{index}].{error}") from None
             levels.append(level)
         return self.model_copy(update={"levels": tuple(levels)})
 
@@ -316,13 +324,18 @@ def _read_cluster_file(name: str, base_dir: str | Path) -> tuple[Path, object]:
     parse = parser_of(path.name, f"cluster file {path}")
     try:
         content = parse(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:  # of its syntax, its encoding, or a date that does not exist
-        raise ConfigError(f"cluster file {path} cannot be read or parsed; correct it: {error}") from error
-    if not isinstance(content, Mapping) or list(content) != ["levels"]:
-        raise ConfigError(
-            f"cluster file {path} is {shown(content)}, but must have one key at its top, levels; move other settings "
-            f"to the hybridep block"
-        )
+    except OSError as error:
+        raise ConfigError(f"cluster file {path} cannot be read ({error.strerror}); correct hybridep.levels") from error
+    except (ValueError, RecursionError) as error:  # syntax, encoding, or a date that does not exist
+        raise ConfigError(f"cluster file {path} cannot be parsed; correct its syntax: {error}") from error
+    if not isinstance(content, Mapping) or "levels" not in content:
+        raise ConfigError(f"cluster file {path} has no key levels at its top; move the list of levels under it")
+    for key in content:
+        if key != "levels":
+            raise ConfigError(
+                f"cluster file {path}: {shown(key)} is not a known key; it may hold levels only, so move other "
+                f"settings to the hybridep block"
+            )
     return path, content["levels"]
 
 

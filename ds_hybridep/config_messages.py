@@ -2,6 +2,7 @@
 """Says in one sentence what pydantic found wrong with a "hybridep" block."""
 
 import difflib
+import itertools
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -58,9 +59,14 @@ def _wanted(found: Mapping[str, Any]) -> str:
 def shown(value: object) -> str:
     """`value` as the user wrote it in JSON, cut if it is long."""
     try:
-        return cut(json.dumps(value))
+        # Encode no more than is shown: a value may be huge, or contain itself.
+        return cut("".join(itertools.islice(json.JSONEncoder().iterencode(value), MAX_SHOWN_CHARACTERS)))
     except (TypeError, ValueError):
+        pass
+    try:
         return cut(repr(value))
+    except (RecursionError, ValueError):  # nested too deeply, or an integer of thousands of digits
+        return f"of type {type(value).__name__}"
 
 
 def cut(text: str) -> str:

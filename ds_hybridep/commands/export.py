@@ -42,7 +42,7 @@ def run(args: argparse.Namespace) -> int:
     from ds_hybridep.export import writing
     from ds_hybridep.export.checkpoint import open_checkpoint
 
-    options = writing.Options(args.form, writing.dtype_of(args.dtype, "--dtype"))
+    options = writing.Options(args.form, writing.dtype_of(args.dtype, "--dtype"), args.max_shard_size)
     folder = tag_folder(args.checkpoint)
     checkpoint = open_checkpoint(folder)
     if checkpoint.is_classic:
@@ -55,7 +55,7 @@ def run(args: argparse.Namespace) -> int:
         find_config = partial(_adapter_config, folder)
         base = Base(args.model)
         plan = writing.plan_model(checkpoint.parameters, checkpoint.moe_paths, base, find_config, options)
-    _write(plan, args.out, args.max_shard_size)
+    _write(plan, args.out, options.max_shard_size)
     return 0
 
 

@@ -70,7 +70,7 @@ def run(args: argparse.Namespace) -> int:
         _say(transport.rank, f"measuring {', '.join(levels)}")
         probe = LinkProbe(transport)
         found = probe_links(probe, limit_s=LIMIT_S)
-        has_bbr = all(answer for (answer,) in probe.table([Options(congestion_control=BBR).are_permitted()]))
+        has_bbr = all(answer for (answer,) in probe.table([not Options(congestion_control=BBR).why_refused()]))
         transport.close()
         # Measure long links again with other connections, which carry more where frames get lost.
         for other in (Link(congestion_control=BBR), Link(connections=MANY)):

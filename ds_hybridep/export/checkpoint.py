@@ -26,6 +26,10 @@ def open_checkpoint(folder: Path) -> "Checkpoint":
     """Return all parameters of a checkpoint; ExportError if a file is missing, cut short or of another step."""
     names = [path.name for path in folder.glob("*.pt")]
     states = sorted(name for name in names if name.endswith("model_states.pt") and not name.startswith("layer_"))
+    if not states:
+        raise ExportError(
+            f"{folder} holds no files *model_states.pt; give the folder that save_checkpoint wrote, or one tag in it"
+        )
     for name in names:
         if (found := re.search(r"mp_rank_(\d+)", name)) and int(found[1]) > 0:
             raise UnsupportedError(f"{folder / name}: checkpoints of tensor or pipeline parallelism are not exported")
@@ -60,6 +64,11 @@ class Checkpoint:
         self.placement = {f"{layer['module_path']}.": _placement(layer) for layer in self.layers}
         if self.is_partitioned:
             paths = self._files_of_ranks("model_states.pt")
+            if len(paths) != len(self.states):
+                raise ExportError(
+                    f"{folder} holds {len(self.states)} files *model_states.pt, {len(paths)} of them of ranks; are "
+                    f"files of another run in this folder?"
+                )
             self._same("global_steps", paths, [state.get("global_steps") for state in self.states])
         zero = (self.state.get("ds_config") or {}).get("zero_optimization") or {}
         if any(self.folder.glob("*zero_pp_rank_*_optim_states.pt")) or zero.get("stage"):

@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ds_hybridep.errors import ConfigError, ExportError
+from ds_hybridep.errors import ExportError
 
 DTYPE_NAMES = {
     torch.float64: "F64",
@@ -56,6 +56,7 @@ def whole_folder(target: Path, *, replace: bool = False) -> Iterator[Path]:
                 _move_into(partial, target)
             else:
                 os.replace(partial, target)  # also in the place of an empty folder
+            _sync(target.parent)
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise
@@ -75,6 +76,7 @@ def _move_into(source: Path, target: Path) -> None:
     for path in sorted(source.iterdir(), key=lambda path: path.name in FIRST_READ):
         os.replace(path, target / path.name)
     source.rmdir()
+    _sync(target)
 
 
 @contextlib.contextmanager
@@ -100,12 +102,9 @@ class ShardWriter:
 
         self._folder, self._stem, self._planned = folder, stem, dict(planned)
         self._missing = set(planned)
-        try:
-            self._split = split_torch_state_dict_into_shards(
-                self._planned, filename_pattern=f"{stem}{{suffix}}.safetensors", max_shard_size=max_shard_size
-            )
-        except ValueError as error:
-            raise ConfigError(f"--max-shard-size: got {max_shard_size!r}; give a size such as 5GB or 500MB") from error
+        self._split = split_torch_state_dict_into_shards(
+            self._planned, filename_pattern=f"{stem}{{suffix}}.safetensors", max_shard_size=max_shard_size
+        )
         num_bytes, free = sum(one.nbytes for one in planned.values()), shutil.disk_usage(folder).free
         if num_bytes > free:
             raise ExportError(
@@ -141,9 +140,20 @@ class ShardWriter:
         self._missing.discard(name)
 
     def close(self) -> None:
-        """Write the index if there are several files."""
+        """Bring all files to the disk, and write the index if there are several."""
         assert not self._missing, f"never written: {sorted(self._missing)[:5]}"
+        for name in self._split.filename_to_tensors:
+            _sync(self._folder / name)
         if self._split.is_sharded:
             index = {"metadata": self._split.metadata, "weight_map": self._split.tensor_to_filename}
             path = self._folder / f"{self._stem}.safetensors.index.json"
             path.write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+            _sync(path)
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -60,10 +60,21 @@ class Plan:
 
 @dataclass(frozen=True)
 class Options:
-    """How to write."""
+    """How to write.  Raises ConfigError for what is no size."""
 
     form: Form | None = None  # None: adapters if the training has any, else the whole model
     dtype: torch.dtype | None = None  # None: that of the model
+    max_shard_size: str = "5GB"
+
+    def __post_init__(self) -> None:
+        from huggingface_hub import split_torch_state_dict_into_shards
+
+        try:
+            split_torch_state_dict_into_shards({}, max_shard_size=self.max_shard_size)
+        except ValueError as error:
+            raise ConfigError(
+                f"--max-shard-size: got {self.max_shard_size!r}; give a size such as 5GB or 500MB"
+            ) from error
 
 
 def _meta(dtype: torch.dtype, shape: Sequence[int]) -> Tensor:

@@ -40,13 +40,19 @@ from ds_hybridep.version import __version__
 
 attached: weakref.WeakSet["Attachment"] = weakref.WeakSet()  # in this process
 _left_open: list[Callable[[], None]] = []  # closes connections of engines that were dropped
-_still_watching: list[Callable[[], int]] = []  # starts that failed
+_still_watching: list[watch.Look] = []  # starts that failed
 
 
-def _steps_of(engine: Any) -> Callable[[], int]:
-    """Return what counts the optimizer steps of an engine, which it does not keep alive."""
-    held = weakref.ref(engine)
-    return lambda: int(getattr(held(), "global_steps", 0))
+def _progress_of(attachment: "Attachment", engine: Any) -> watch.Look:
+    """Return what the watch looks at; it keeps neither of the two alive."""
+    owner, held = weakref.ref(attachment), weakref.ref(engine)
+
+    def look() -> tuple[int, str]:
+        runtime = getattr(owner(), "runtime", None)
+        last = "" if runtime is None else str(runtime.transport.last_transfer or "none")
+        return int(getattr(held(), "global_steps", 0)), last
+
+    return look
 
 
 def prepare_runtime(config: HybridEPConfig, facts: Facts) -> Callable[[], HybridRuntime]:
@@ -109,7 +115,7 @@ class Attachment(EngineStep):
         super().__init__(weakref.proxy(engine), layers, planner)
         self.facts, self._plan_patches = facts, Patches()
         self.last_report: dict[str, Any] | None = None
-        self._watched = _steps_of(engine)
+        self._watched = _progress_of(self, engine)
         while _left_open:
             _left_open.pop()()
         while _still_watching:

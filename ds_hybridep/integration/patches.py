@@ -77,6 +77,7 @@ TABLE = (
     Patch(OPTIMIZER, "step_pre_hook", "from then on a step is not skipped any more", is_method=False),
     Patch(ENGINE, "zero_grad", "sums of replicas are forgotten with the owners' gradients"),
     Patch(ZERO_OPTIMIZER, "zero_grad", "sums of replicas are forgotten with the owners' gradients"),
+    Patch(MODULE, "zero_grad", "the model's own zero_grad forgets sums of replicas too", "last detach"),
     Patch(MODULE, "forward_pre_hook", "notices gradients set to None; counts tokens for plans", is_method=False),
     # The layers.
     Patch(MODULE, "_hybridep", "what a MoE layer's forward below looks for", is_method=False),

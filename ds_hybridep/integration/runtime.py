@@ -280,6 +280,7 @@ class EngineStep:
             self.dense.watch(optimizer)
 
     def _take_step(self, original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+        self.watch_optimizer()
         runtime, planner, dense, sites = self.runtime, self.planner, self.dense, self.sites
         runtime.before_step()
         try:

@@ -54,7 +54,7 @@ def save_pretrained(
         ConfigError, UnsupportedError: this model cannot be written so.
         ExportError: the folder could not be written, and on no rank is anything left of it.
     """
-    options = writing.Options(form, writing.dtype_of(dtype, "dtype"))
+    options = writing.Options(form, writing.dtype_of(dtype, "dtype"), max_shard_size)
     module = engine.module
     model = LiveModel(module)
     with torch.random.fork_rng(devices=[]):  # modules without weights are made, and the training must not notice

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The exchange between sites around an optimizer step, and what a site saves of it."""
 
+import contextlib
 import hashlib
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -8,6 +9,7 @@ from typing import Any
 
 import torch
 
+from ds_hybridep.errors import CommunicationError
 from ds_hybridep.integration import owned
 from ds_hybridep.integration.log import log_dist
 from ds_hybridep.integration.site_epochs import Epochs
@@ -74,10 +76,11 @@ class SiteExchange(Epochs):
 
     def _average(self, slices: list[OwnedSlice], loss_scale: Callable[[], float]) -> bool:
         """Set `slices` to the mean over all sites that are present; False if that is this site alone."""
-        scale = loss_scale()
+        scale = first = loss_scale()
         while True:
             if self._needs_quorum:
-                self._form(is_complete=False)
+                while self._form(is_complete=False) and self._needs_quorum:
+                    pass  # the state of the lead did not come whole
             if (newer := loss_scale()) != scale:  # of another site, whose state this one has taken over
                 for tensor in (tensor for one in slices for tensor in one.tensors):
                     tensor.mul_(newer / scale)
@@ -85,7 +88,7 @@ class SiteExchange(Epochs):
             if len(self.members) < len(self.names):
                 self._stay_in_touch()
             if not self._others:
-                return False
+                return scale != first  # then `slices` were rescaled
             # Weights are compared in the first exchange of an epoch, and every so often.
             verifies = not self.num_exchanges or (self._interval and self.num_exchanges % self._interval == 0)
             digest = self._digest() if verifies else bytes(DIGEST_BYTES)
@@ -187,12 +190,22 @@ class SiteExchange(Epochs):
             for name in (*differ, *answer["observers"]):
                 self._crossing.send_state(name, state)
         if self.site in differ:
-            self._restore(self._crossing.receive_state(lead))
+            if (whole := self._receive_state(self._crossing, lead)) is None:
+                self._needs_quorum = True  # without the lead, if it has ended
+                return True
+            self._restore(whole)
             log_dist(
                 f"hybridep: site '{self.site}' had other weights or was at another step than site '{lead}'; it took "
                 f"over that site's state at step {self._engine.global_steps}", ranks=[0], level=30,
             )  # fmt: skip
         return True
+
+    def _receive_state(self, crossing: Crossing, lead: str) -> bytes | None:
+        """Return what the lead sends; None on all ranks if it does not come whole to one of them."""
+        state: bytes | None = None
+        with contextlib.suppress(CommunicationError):
+            state = crossing.receive_state(lead)
+        return state if self._inside.all(state is not None) else None
 
     def _restore(self, state: bytes) -> None:
         """Load the state of another site."""

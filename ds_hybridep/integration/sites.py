@@ -17,7 +17,6 @@ from torch import Tensor
 from ds_hybridep.codecs import make_codec
 from ds_hybridep.config import HybridEPConfig
 from ds_hybridep.config_codecs import recommended_codecs
-from ds_hybridep.errors import CommunicationError
 from ds_hybridep.integration import owned
 from ds_hybridep.integration.log import log_dist
 from ds_hybridep.integration.site_exchange import SiteExchange, compared
@@ -129,11 +128,7 @@ class SiteSync(SiteExchange):
         assert self._crossing is not None
         observed = self._crossing
         lead, _ = compared({name: answer["calls"][name] for name in self.members})
-        try:
-            state = observed.receive_state(lead)
-        except CommunicationError:
-            state = b""
-        if not self._inside.all(bool(state)):
+        if (state := self._receive_state(observed, lead)) is None:
             return None
         self._restore(state)
         self._is_replaying, self._is_at_exchange = True, True

@@ -134,6 +134,7 @@ def _bind_engine(attachment: Attachment) -> None:
             load = partial(adapters.load_module_state_dict, adapted)
             patches.wrap(ENGINE, "load_module_state_dict", engine, load)
         saving.bind(patches, engine, has_adapters=bool(adapted))
+    patches.share(MODULE, "zero_grad", _wrap_zero_grad_of_module)
     attachment.bind_step()
 
 
@@ -159,6 +160,21 @@ def _wrap_del(original: Callable[..., None]) -> Callable[..., None]:
         original(engine)
 
     return __del__
+
+
+def _wrap_zero_grad_of_module(original: Callable[..., Any]) -> Callable[..., None]:
+    """Let `torch.nn.Module.zero_grad` also clear sums of replicas if the module holds all experts of an engine."""
+
+    def zero_grad(module: nn.Module, *args: Any, **kwargs: Any) -> None:
+        original(module, *args, **kwargs)
+        attachments = list(attached)
+        cleared = {id(parameter) for parameter in module.parameters()} if attachments else set()
+        for attachment in attachments:
+            owned = attachment.owned_in_grad()
+            if owned and all(id(parameter) in cleared for parameter in owned):
+                attachment.clear_gradients()
+
+    return zero_grad
 
 
 # -- what the import hook calls -----------------------------------------------------------------------------------

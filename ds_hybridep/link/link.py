@@ -86,8 +86,8 @@ class Link:
         """
         self._check_open()
         options, new = options or Options(), {}
-        if not options.are_permitted():
-            raise CommunicationError(f"rank {self.rank}: the system refuses {options}; choose others")
+        if refusal := options.why_refused():
+            raise CommunicationError(f"rank {self.rank}: the system refuses {options} ({refusal}); choose others")
         for rank, (host, port) in addresses.items():
             if rank != self.rank:
                 new[rank] = Peer(self, rank, (host, port), options)

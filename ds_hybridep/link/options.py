@@ -30,12 +30,14 @@ class Options(NamedTuple):
         if self.congestion_control is not None:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, self.congestion_control.encode())
 
-    def are_permitted(self) -> bool:
-        """Return True if the system has this congestion control and lets this process choose it."""
-        with contextlib.suppress(OSError), socket.socket() as trial:
-            self.apply(trial)
-            return True
-        return False
+    def why_refused(self) -> str:
+        """Return why the system does not let this process set them; empty if it does."""
+        try:
+            with socket.socket() as trial:
+                self.apply(trial)
+        except OSError as error:
+            return str(error)
+        return ""
 
 
 def tcp_info(sock: socket.socket | None) -> tuple[float | None, int]:

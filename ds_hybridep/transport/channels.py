@@ -182,6 +182,7 @@ class Channel:
         sends = [(rank, tensor) for rank, tensor in sends if tensor.numel()]
         receives = [(rank, tensor) for rank, tensor in receives if tensor.numel()]
         transfer = Transfer(self, purpose, sends, receives)
+        self.transport.last_transfer = transfer
         streams = streams_of((sends or receives)[0][1].device) if sends or receives else None
         try:
             if streams is None:
@@ -294,6 +295,7 @@ class Transport:
         self.backends = tuple(backends) or ("gloo",) * len(cluster.levels)
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         self.traffic = Traffic()
+        self.last_transfer: Transfer | None = None  # the one that was started last
         self.records: list[Transfer] | None = None  # finished background transfers, while a trace is taken
         self._channels: dict[tuple[str, tuple[int, ...]], Channel] = {}
         self.num_finished = 0  # background transfers that have ended

@@ -57,6 +57,7 @@ class View:
     ages: Mapping[int, float] = field(default_factory=dict)  # seconds since a peer of this rank was heard
     steps: Mapping[int, int] = field(default_factory=dict)  # optimizer steps that it had made then
     news: Sequence[News] = ()  # in the order in which they came
+    last_transfer: str = ""
 
     def ranks(self, *kinds: str) -> set[int]:
         """Return the ranks of which there are news of these kinds."""
@@ -169,6 +170,8 @@ def report(view: View, cause: str) -> str:
     for state, ranks in by_state.items():
         more = f" and {len(ranks) - 16} more" if len(ranks) > 16 else ""
         lines.append(f"  rank{'s' * (len(ranks) > 1)} {', '.join(ranks[:16])}{more}: {state}")
+    if view.last_transfer:
+        lines.append(f"  last transfer of this rank: {view.last_transfer}")
     lines.append(
         "  what to do: read the log of the rank that the first line names, then restart from the last checkpoint; "
         f"if it was only silent for a while, raise hybridep.timeout_s (now {view.timeout_s:g})"

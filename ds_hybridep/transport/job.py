@@ -106,11 +106,11 @@ def backends_of(config: HybridEPConfig, device: torch.device) -> tuple[str, ...]
     Raises UnsupportedError if a backend or a level's congestion control is missing.
     """
     for index, level in enumerate(config.levels):
-        if (control := level.congestion_control) is not None and not Options(1, control).are_permitted():
+        if (control := level.congestion_control) is not None and (refusal := Options(1, control).why_refused()):
             raise UnsupportedError(
-                f'hybridep.levels[{index}].congestion_control is "{control}", but this system does not permit it; '
-                f"load the module tcp_{control} and add {control} to net.ipv4.tcp_allowed_congestion_control on every "
-                "node, or leave the key out"
+                f'hybridep.levels[{index}].congestion_control is "{control}", but this system does not permit it '
+                f"({refusal}); load the module tcp_{control} and add {control} to "
+                "net.ipv4.tcp_allowed_congestion_control on every node, or leave the key out"
             )
     return tuple(
         backend_for(level.backend, device, f"hybridep.levels[{index}].backend")

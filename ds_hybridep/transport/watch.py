@@ -49,25 +49,26 @@ MAX_TEXT_BYTES = 1000  # of a fact
 _COMMUNICATION = re.compile(r"gloo|nccl|c10d|tcpstore|process ?group|connection (closed|reset) by peer", re.IGNORECASE)
 
 _running: "Watch | None" = None
-_owners: list[Callable[[], int]] = []
+Look = Callable[[], tuple[int, str]]  # tells the optimizer steps of an engine, and its last transfer
+_owners: list[Look] = []
 
 
-def start(cluster: Cluster, settings: LinkSettings, num_steps: Callable[[], int]) -> None:
+def start(cluster: Cluster, settings: LinkSettings, look: Look) -> None:
     """Watch over this job until `stop`; all ranks must call.  One watch serves all engines of a process.
 
-    num_steps: returns the optimizer steps that an engine has made.
+    look: of an engine, until `stop`.
     Raises AgreementError or CommunicationError if ranks do not come within the time limit.
     """
     global _running
     if _running is None and cluster.num_ranks > 1:
         _running = Watch(cluster, settings)
-    _owners.append(num_steps)
+    _owners.append(look)
 
 
-def stop(num_steps: Callable[[], int]) -> None:
+def stop(look: Look) -> None:
     """Undo `start`."""
     global _running
-    _owners.remove(num_steps)
+    _owners.remove(look)
     if not _owners and _running is not None:
         _running.leave()
         _running = None
@@ -187,6 +188,7 @@ class Watch:
             rank=self.rank, cluster=self.cluster, timeout_s=self.timeout_s, step=_num_steps(),
             ages={rank: peer.age_s() for rank, peer in peers.items()},
             steps={rank: peer.progress for rank, peer in peers.items()}, news=tuple(dict(self._news).values()),
+            last_transfer=_owners[-1]()[1] if _owners else "",
         )  # fmt: skip
 
     # -- the end of this process --------------------------------------------------------------------------------------
@@ -257,4 +259,4 @@ def _abort_groups() -> None:
 
 
 def _num_steps() -> int:
-    return max((num_steps() for num_steps in _owners), default=0)
+    return max((look()[0] for look in _owners), default=0)

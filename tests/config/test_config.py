@@ -2,6 +2,7 @@
 """The "hybridep" block: what is accepted, and what is said about all else."""
 
 import contextlib
+import gc
 import json
 import math
 import sys
@@ -356,13 +357,13 @@ def test_auto_is_planned(setting):
 
 
 def test_a_huge_size_is_refused_before_its_divisors_are_looked_for():
-    for level in ({"size": 10**30, "domain_size": 2}, {"size": 10**4000}):
+    for level in ({"size": 10**30, "domain_size": 2}, {"size": 10**5000}):
         for block in ({}, {"enabled": False}):
             message = refusal({**block, "levels": [{"name": "gpu", **level}]})
             assert_says(message, "hybridep.levels[0].size is ", "less than or equal to 1000000")
     message = refusal({"levels": [{"name": "gpu", "size": 10**6, "domain_size": 7}]})
     assert_says(message, "hybridep.levels[0].domain_size is 7", "size 1000000; choose one of 1, 2, 4, 5, 8")
-    message = refusal({"levels": [{"name": f"level {index}", "size": 10**6} for index in range(5)]})
+    message = refusal({"levels": [{"name": f"level {index}", "size": 10**6} for index in range(5000)]})
     assert_says(message, "hybridep.levels: the sizes level 0 (1000000)", "but the job has 8")
 
 
@@ -377,7 +378,24 @@ VALID_BLOCKS = [
 ]
 
 
+def _nested(depth):
+    value = []
+    for _ in range(depth):
+        value = [value]
+    return value
+
+
+CYCLE = {"levels": []}
+CYCLE["levels"].append(CYCLE)
 LONG = "x" * 10_000
+HUGE = {  # by name, since some cannot be shown when a test fails
+    "a long string": LONG,
+    "a long list": [0] * 100_000,
+    "an endless dictionary": CYCLE,
+    "an endless list": [CYCLE],
+    "500 lists in each other": _nested(500),
+    "100000 lists in each other": _nested(100_000),
+}
 FIELDS = [*HybridEPConfig.model_fields, *LevelConfig.model_fields, *AdvancedConfig.model_fields]
 KEYS = st.sampled_from([*FIELDS, "type", "rank", "ratio", "rest", "block", LONG, "\ud800", "", 3, None, (1, 2)])
 SCALARS = st.one_of(
@@ -425,6 +443,7 @@ def _answer(block):
 @settings(max_examples=200)
 def test_a_block_with_junk_in_it_is_accepted_or_refused_with_a_short_message_that_names_the_key(data):
     block = data.draw(st.sampled_from(VALID_BLOCKS))
+    # All paths are those of the valid block, since junk may be endless.
     for path in data.draw(st.lists(st.sampled_from(_places(block)), min_size=1, max_size=3, unique=True)):
         key, junk = data.draw(st.one_of(st.just(_NOT_ADDED), KEYS)), data.draw(JUNK)
         with contextlib.suppress(LookupError, TypeError):  # what stood there is gone
@@ -432,6 +451,20 @@ def test_a_block_with_junk_in_it_is_accepted_or_refused_with_a_short_message_tha
     message = _answer(block)
     assert message == "" or message.startswith("hybridep"), message
     assert len(message) <= MOST_CHARACTERS, message
+
+
+@pytest.mark.parametrize("name", HUGE)
+def test_huge_and_endless_values_are_refused_wherever_they_stand(name, monkeypatch):
+    monkeypatch.setattr(sys, "unraisablehook", lambda _: None)  # pydantic tries to show what it refuses
+    for valid in VALID_BLOCKS:
+        for path in _places(valid):
+            gc.disable()  # at the end of the stack, finalizers of what other tests have left would fail
+            try:
+                message = _answer(_changed(valid, path, HUGE[name], _NOT_ADDED))
+            finally:
+                gc.enable()
+            assert message.startswith("hybridep") or path[-1:] in [("report_file",), ("name",)]  # any string will do
+            assert len(message) <= MOST_CHARACTERS
 
 
 # ---- cluster files ----
@@ -478,13 +511,13 @@ def test_a_missing_cluster_file_is_refused(tmp_path, name):
 
 
 BAD_FILES = {
-    "a.yaml": ("levels: [{name: dc", "cannot be read or parsed"),
-    "a.json": ('{"levels": [', "cannot be read or parsed"),
-    "date.yaml": ("levels: 2024-13-45", "cannot be read or parsed"),
-    "empty.yaml": ("", "is null, but must have one key at its top, levels"),
-    "list.yaml": ("- {name: dc, size: 2}", 'is [{"name": "dc", "size": 2}], but must have one key'),
-    "level.yaml": ("name: dc", 'is {"name": "dc"}, but must have one key'),
-    "more.yaml": ("timeout_s: 3" + YAML_TEXT, 'is {"timeout_s": 3, "levels": '),
+    "a.yaml": ("levels: [{name: dc", "cannot be parsed"),
+    "a.json": ('{"levels": [', "cannot be parsed"),
+    "date.yaml": ("levels: 2024-13-45", "cannot be parsed"),
+    "empty.yaml": ("", "has no key levels"),
+    "list.yaml": ("- {name: dc, size: 2}", "has no key levels"),
+    "level.yaml": ("name: dc", "has no key levels"),
+    "more.yaml": (YAML_TEXT + "timeout_s: 3\n", '"timeout_s" is not a known key'),
     "value.yaml": (
         YAML_TEXT.replace("size: 4", "size: four"),
         'hybridep.levels[1].size is "four", but must be a valid',
@@ -493,7 +526,7 @@ BAD_FILES = {
         YAML_TEXT.replace("size: 4", "size: 2"),
         "hybridep.levels: the sizes dc (2) x gpu (2) make 4 ranks",
     ),
-    "binary.yaml": ("\udcff\udcfe", "cannot be read or parsed"),
+    "binary.yaml": ("\udcff\udcfe", "cannot be parsed"),
 }
 
 
@@ -510,7 +543,7 @@ def test_a_cluster_file_that_cannot_be_read_is_refused(cluster_file, monkeypatch
 
     monkeypatch.setattr(type(cluster_file), "read_text", deny)
     message = refusal({"levels": str(cluster_file)})
-    assert_says(message, f"cluster file {cluster_file} cannot be read or parsed", "Permission denied")
+    assert_says(message, f"cluster file {cluster_file} cannot be read (Permission denied)", "hybridep.levels")
 
 
 def test_a_yaml_file_without_its_parser_is_refused(cluster_file, monkeypatch):

@@ -44,6 +44,7 @@ def set_to_none(engine: Engine) -> None:
 
 WAYS: dict[str, Callable[[Engine], None]] = {
     "module.zero_grad()": lambda engine: engine.module.zero_grad(),
+    "module.zero_grad(set_to_none=False)": lambda engine: engine.module.zero_grad(set_to_none=False),
     "zero_grad of a wrapper": lambda engine: nn.Sequential(engine.module).zero_grad(),
     "grad = None": set_to_none,
     "not at all": lambda engine: None,

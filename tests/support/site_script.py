@@ -20,11 +20,13 @@ from hf_models import build_hf_model, hf_loss, let_plain_autoep_work
 from toy_model import ToyConfig, batch, build_model
 
 import ds_hybridep
+from ds_hybridep.errors import CommunicationError
+from ds_hybridep.sites.exchange import Crossing
 
 DEFAULTS = {
     "out": "", "steps": 6, "first_rank": 0, "zero": 1, "dtype": "fp32", "accumulation": 1, "clip": 0.0, "block": None,
     "ep_size": 2, "overflow_at": -1, "pause_s": 0.0, "lr": 1e-2, "tell": "", "grad_accum_dtype": None, "family": None,
-    "until": "",
+    "until": "", "seed": 1, "loses_state": False,
 }  # fmt: skip
 options = {**DEFAULTS, **json.loads(sys.argv[1])}
 deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
@@ -39,9 +41,9 @@ rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 family = options["family"]  # of Hugging Face models, for AutoEP; None: native layers
 toy = ToyConfig(ep_size=options["ep_size"], **({"hidden": 32, "ffn": 16} if family else {}))
 if family:
-    model = build_hf_model(family, toy, seed=1)
+    model = build_hf_model(family, toy, seed=options["seed"])
 else:
-    model = build_model(toy, rank=rank, world_size=world, data_before_expert=False, seed=1)
+    model = build_model(toy, rank=rank, world_size=world, data_before_expert=False, seed=options["seed"])
 ds_config = {
     "train_micro_batch_size_per_gpu": 2,
     "gradient_accumulation_steps": options["accumulation"],
@@ -64,6 +66,15 @@ if options["block"]:
 parameters = list(model.parameters())
 if not family:
     parameters = split_params_into_different_moe_groups_for_optimizer({"params": parameters, "name": "all"})
+if options["loses_state"] and rank == world - 1:  # what comes first to this rank is not whole
+    receive = Crossing.receive_state
+
+    def lose(crossing: Crossing, name: str) -> bytes:
+        Crossing.receive_state = receive
+        receive(crossing, name)
+        raise CommunicationError("the connection broke")
+
+    Crossing.receive_state = lose
 engine, *_ = deepspeed.initialize(model=model, model_parameters=parameters, config=ds_config)
 losses: dict[int, float] = {}
 started_at = engine.global_steps

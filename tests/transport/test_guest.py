@@ -46,7 +46,7 @@ if os.environ["WATCHED"]:
     from ds_hybridep.transport import watch
     from ds_hybridep.transport.job_link import LinkSettings
     dist.barrier()
-    owner = lambda: 7
+    owner = lambda: (7, "rows of layer 0")
     watch.start(Cluster((Level("dc", 2),)), LinkSettings({TIMEOUT_S}), owner)
 def write_slowly():
     time.sleep(10)

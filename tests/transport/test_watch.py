@@ -140,12 +140,13 @@ def test_what_a_rank_said_itself_comes_first(news, cause):
 
 
 def test_the_message_begins_with_the_cause_and_says_how_all_are():
-    view = silent(told(view_of(), (2, "left", "")), {1})
+    view = silent(told(view_of(last_transfer="rows"), (2, "left", "")), {1})
     first, *rest = report(view, "rank 1 silent").splitlines()
     assert first == "hybridep: rank 1 silent"
     text = "\n".join(rest)
     assert "rank 1: silent, was in step 4" in text
     assert "rank 2: has left" in text
+    assert "last transfer of this rank: rows" in text
 
 
 @pytest.mark.parametrize(

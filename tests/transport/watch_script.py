@@ -61,7 +61,7 @@ def work(kind):
 def train(rank, port, fault, folder):
     os.environ.update(RANK=str(rank), WORLD_SIZE="4", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     dist.init_process_group("gloo")
-    watch.start(Cluster((Level("dc", 2), Level("gpu", 2))), LinkSettings(TIMEOUT_S), lambda: 7)
+    watch.start(Cluster((Level("dc", 2), Level("gpu", 2))), LinkSettings(TIMEOUT_S), lambda: (7, "rows of layer 0"))
     value = torch.zeros(4)
     for _ in range(3):
         dist.all_reduce(value)
