@@ -55,6 +55,8 @@ class LevelConfig(Settings):
     bandwidth_gbps: Annotated[float | None, Field(gt=0, lt=1e299)] = None  # so bits/s are finite too
     latency_ms: Annotated[float | None, Field(ge=0)] = None
     domain_size: Annotated[int, Field(ge=1)] | Literal["auto"] = 1
+    hot_experts: Count | Literal["auto"] = 0
+    hot_memory_gb: Annotated[float | None, Field(gt=0)] = None
     codecs: Literal["recommended"] | None = None
     weight_codec: OpenWeightCodec = IDENTITY
     gradient_codec: OpenGradientCodec = IDENTITY
@@ -72,6 +74,32 @@ class LevelConfig(Settings):
                 f"domain_size is {shown(self.domain_size)}, which does not divide the level's size {self.size}; "
                 f'choose one of {cut(", ".join(map(str, divisors(self.size))))}, or "auto"'
             )
+        return self
+
+    @model_validator(mode="after")
+    def _check_hot_experts(self) -> "LevelConfig":
+        if self.hot_experts == 0:
+            if self.hot_memory_gb is not None:
+                raise ValueError(
+                    'hot_memory_gb has no effect, because hot_experts is 0; set hot_experts to "auto" or to a number'
+                )
+            return self
+        if self.domain_size not in (1, "auto"):
+            raise ValueError(
+                f"hot_experts is {shown(self.hot_experts)} beside domain_size {shown(self.domain_size)}, but copies of "
+                f"hot experts go to ranks outside the domain; set one of them to its default: hot_experts to 0, or "
+                f"domain_size to 1"
+            )
+        for key, codec in (
+            ("codecs", self.codecs),
+            ("weight_codec", self.weight_codec.type),
+            ("gradient_codec", self.gradient_codec.type),
+        ):
+            if codec not in (None, "identity"):
+                raise ValueError(
+                    f"hot_experts is {shown(self.hot_experts)} beside {key} {shown(codec)}, but hot experts travel as "
+                    f"they are; leave out one of them (codecs of slower levels may stay)"
+                )
         return self
 
     @model_validator(mode="after")
@@ -269,6 +297,21 @@ class HybridEPConfig(Settings):
             )
         return self
 
+    @property
+    def hot_level(self) -> int | None:
+        """Index of the level inside which hot experts get replicas."""
+        return next((index for index, level in enumerate(self.levels) if level.hot_experts != 0), None)
+
+    @model_validator(mode="after")
+    def _check_hot_level(self) -> "HybridEPConfig":
+        for index, level in enumerate(self.levels):
+            if level.hot_experts != 0 and index != self.hot_level:
+                raise ValueError(
+                    f"levels[{index}].hot_experts is {shown(level.hot_experts)}, but hybridep.levels[{self.hot_level}] "
+                    f"has hot experts already; keep those of one level, usually the fastest"
+                )
+        return self
+
     @model_validator(mode="after")
     def _check_combinations(self) -> "HybridEPConfig":
         for index, level in enumerate(self.levels if self.enabled else ()):
@@ -281,6 +324,7 @@ class HybridEPConfig(Settings):
             for key, value, known, kind in (
                 ("token_codec", level.token_codec.type, "identity", "codecs"),
                 ("domain_size", level.domain_size, 1, "domains"),
+                ("hot_experts", level.hot_experts, 0, "hot experts"),
             ):
                 if self.token_exchange == "deepspeed" and value != known:
                     raise ValueError(

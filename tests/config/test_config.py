@@ -143,6 +143,8 @@ REFUSED = {  # key -> (part of the message, values)
     "hybridep.levels[1].name": ("", ["", " ", 3, None]),
     "hybridep.levels[1].size": ("", [0, -1, None, *NOT_INTEGERS, 10**30]),
     "hybridep.levels[1].domain_size": ("", [0, -1, None, *NOT_INTEGERS]),
+    "hybridep.levels[1].hot_experts": ("", [-1, None, *NOT_INTEGERS]),
+    "hybridep.levels[1].hot_memory_gb": ("", [0, -1.5, *NOT_NUMBERS]),
     "hybridep.levels[1].bandwidth_gbps": ("", [0, -1.5, 1e305, *NOT_NUMBERS]),
     "hybridep.levels[1].latency_ms": ("", [-1, *NOT_NUMBERS]),
     "hybridep.levels[1].weight_codec": ("", [None, 3, True, ["identity"], {}, {"rank": 4}, {"type": 3}]),
@@ -238,11 +240,25 @@ def test_tokens_have_codecs_of_one_byte_without_options():
     assert_says(refusal(of_level(token_codec="int4")), 'token_codec is "int4", but must be')
 
 
-@pytest.mark.parametrize("key", ["domain_size", "token_codec"])
+@pytest.mark.parametrize("key", ["domain_size", "token_codec", "hot_experts"])
 def test_what_deepspeed_cannot_do_with_tokens_is_refused(key):
-    level = {"name": "dc", "size": 2, key: {"domain_size": 2, "token_codec": "int8"}[key]}
+    level = {"name": "dc", "size": 2, key: {"domain_size": 2, "token_codec": "int8", "hot_experts": 2}[key]}
     message = refusal({"levels": [level, GPU], "token_exchange": "deepspeed"})
     assert_says(message, 'hybridep.token_exchange is "deepspeed"', f"hybridep.levels[0].{key} is ", '"auto"')
+
+
+@pytest.mark.parametrize("hot_experts", [2, "auto"])
+def test_hot_experts_belong_to_one_level_without_codecs_and_domains(hot_experts):
+    config = parse(of_level(hot_experts=hot_experts, hot_memory_gb=1.5))
+    assert (config.hot_level, config.levels[1].hot_experts) == (1, hot_experts)
+    assert parse(BLOCK).hot_level is None
+    for key, value in {"weight_codec": "int8", "gradient_codec": "int8", "codecs": "recommended"}.items():
+        message = refusal(of_level(hot_experts=hot_experts, **{key: value}))
+        assert_says(message, "hybridep.levels[1].hot_experts is", f'beside {key} "{value}"')
+    assert_says(refusal(of_level(hot_experts=hot_experts, domain_size=2)), "beside domain_size 2")
+    levels = [{"name": "dc", "size": 2, "hot_experts": 1}, {**GPU, "hot_experts": hot_experts}]
+    assert_says(refusal({"levels": levels}), "hybridep.levels[1].hot_experts is", "levels[0] has hot experts already")
+    assert_says(refusal(of_level(hot_memory_gb=1)), "hybridep.levels[1].hot_memory_gb", "hot_experts is 0")
 
 
 def test_only_weights_are_patched():

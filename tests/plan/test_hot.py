@@ -1,0 +1,44 @@
+# SPDX-License-Identifier: Apache-2.0
+import itertools
+import random
+
+import pytest
+
+from ds_hybridep.plan.hot import HotCosts, choose_hot, rank_loads, step_s
+
+FREE = HotCosts(row_s=1.0, copy_s=0.0)
+
+
+def test_rows_of_hot_experts_are_shared():
+    assert rank_loads([70, 10, 10, 10], [0, 1, 2, 3], 4, {0}) == [17.5, 27.5, 27.5, 27.5]
+
+
+def test_no_row_is_lost():
+    loads = [5.0, 1.0, 9.0, 3.0]
+    for hot in itertools.chain.from_iterable(itertools.combinations(range(4), n) for n in range(5)):
+        assert sum(rank_loads(loads, [0, 0, 1, 1], 2, hot)) == sum(loads)
+
+
+@pytest.mark.parametrize("copy_s", [0.0, 0.3, 2.0, 50.0])
+def test_the_choice_is_the_best_of_all_counts(copy_s: float):
+    draw = random.Random(3)
+    costs = HotCosts(row_s=0.1, copy_s=copy_s)
+    for _ in range(50):
+        loads = [draw.expovariate(1.0) * 100 for _ in range(16)]
+        owners = [expert // 4 for expert in range(16)]
+        ranked = sorted(range(16), key=lambda expert: -loads[expert])
+        least_s = min(step_s(loads, owners, 4, ranked[:count], costs) for count in range(6))
+        chosen = choose_hot(loads, owners, 4, 5, costs)
+        found_s = step_s(loads, owners, 4, chosen, costs)
+        assert found_s == pytest.approx(least_s) or (chosen == () and found_s <= least_s / 0.98)
+
+
+def test_even_routing_has_no_hot_experts():
+    assert choose_hot([10.0] * 8, [0, 0, 1, 1, 2, 2, 3, 3], 4, 4, HotCosts(row_s=1.0, copy_s=0.1)) == ()
+
+
+def test_copies_that_cost_more_than_they_save_are_not_made():
+    loads, owners = [70, 10, 10, 10], [0, 1, 2, 3]
+    assert choose_hot(loads, owners, 4, 4, FREE) != ()
+    assert choose_hot(loads, owners, 4, 4, HotCosts(row_s=1.0, copy_s=20.0)) == ()
+    assert choose_hot(loads, owners, 4, 0, FREE) == ()
