@@ -9,6 +9,7 @@ import atexit
 import hashlib
 import json
 import os
+import signal
 import sys
 import time
 from pathlib import Path
@@ -26,7 +27,8 @@ from ds_hybridep.sites.exchange import Crossing
 DEFAULTS = {
     "out": "", "steps": 6, "first_rank": 0, "zero": 1, "dtype": "fp32", "accumulation": 1, "clip": 0.0, "block": None,
     "ep_size": 2, "overflow_at": -1, "pause_s": 0.0, "lr": 1e-2, "tell": "", "grad_accum_dtype": None, "family": None,
-    "until": "", "seed": 1, "loses_state": False,
+    "until": "", "seed": 1, "loses_state": False, "bucket": 500_000_000, "dies_at": -1,
+    "dies_in": "backward", "grows_at": -1,
 }  # fmt: skip
 options = {**DEFAULTS, **json.loads(sys.argv[1])}
 deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
@@ -51,7 +53,11 @@ ds_config = {
     "optimizer": {"type": "Adam", "params": {"lr": options["lr"], "torch_adam": True}},
     "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 10, "warmup_max_lr": options["lr"]}},
     # Else everything of a toy stays whole under ZeRO 3.
-    "zero_optimization": {"stage": options["zero"], "stage3_param_persistence_threshold": 100},
+    "zero_optimization": {
+        "stage": options["zero"],
+        "stage3_param_persistence_threshold": 100,
+        "reduce_bucket_size": options["bucket"],
+    },
     "steps_per_print": 10**9,
 }
 if options["dtype"] != "fp32":
@@ -80,6 +86,17 @@ losses: dict[int, float] = {}
 started_at = engine.global_steps
 
 
+def die(*_: object) -> None:
+    """The end of the machine, once what was sent has left."""
+    if engine.global_steps == options["dies_at"] and engine.is_gradient_accumulation_boundary():
+        time.sleep(0.5)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+if options["dies_in"] == "backward":
+    next(model.parameters()).register_hook(die)  # its gradient is the last one
+
+
 def last_step() -> int:
     """`steps`, or what the file `until` says once it is there."""
     until = Path(options["until"])
@@ -95,8 +112,13 @@ while engine.global_steps < last_step():
         )
         loss = hf_loss(engine, *inputs) if family else engine(*inputs)
         total += loss.item()
+        if options["dies_in"] == "forward":
+            die()
         scale = float("inf") if step == options["overflow_at"] else 1.0
         engine.backward(loss * scale)
+        if step == options["grows_at"] and engine.is_gradient_accumulation_boundary():
+            for gradient in (one for group in engine.optimizer.averaged_gradients.values() for one in group):
+                gradient.mul_(2.0)
         engine.step()
     losses[step] = total / options["accumulation"]
     if options["tell"] and rank == 0:
