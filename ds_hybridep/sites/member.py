@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A site's connection to the meeting point, held by its rank 0.  It is made again whenever it breaks."""
 
+import atexit
 import contextlib
 import hmac
 import json
@@ -51,6 +52,7 @@ class Member:
         self.heard_at = time.monotonic()
         self.trouble = ""
         self._come(time.monotonic() + wait_s)
+        atexit.register(self.close)  # also after an exception: the others need not wait for this site
         self._thread = threading.Thread(target=self._run, name="hybridep-meeting-point", daemon=True)
         self._thread.start()
 
@@ -90,6 +92,7 @@ class Member:
 
     def close(self) -> None:
         """Leave for good."""
+        atexit.unregister(self.close)
         with self._changed:
             self._is_closed = True
             self._send({"op": "leave"})

@@ -83,6 +83,11 @@ if options["loses_state"] and rank == world - 1:  # what comes first to this ran
     Crossing.receive_state = lose
 engine, *_ = deepspeed.initialize(model=model, model_parameters=parameters, config=ds_config)
 losses: dict[int, float] = {}
+first_bytes = [  # of parameters at the start, if they have so many
+    flat[:16].numpy().tobytes().hex()
+    for flat in (parameter.detach().reshape(-1) for parameter in model.parameters())
+    if flat.dtype == torch.float32 and len(flat) >= 16 and flat.unique().numel() > 16
+]
 started_at = engine.global_steps
 
 
@@ -135,6 +140,7 @@ record = {
     "losses": losses,
     "weights": digest.hexdigest(),
     "started_at": started_at,
+    "first_bytes": first_bytes,
     "skipped": engine.skipped_steps,
 }
 Path(f"{options['out']}-{rank}.json").write_text(json.dumps(record))
