@@ -265,6 +265,11 @@ class HotExperts:
             one.take_counts()  # rows of before the load
             one.apply([tuple(choice) for choice in kept["choices"]])
 
+    def loads(self) -> dict[str, dict[str, float]]:
+        """Return max over mean of the rows per rank by layer, without and with its hot experts, once it is known."""
+        found = {name: one.report() for name, one in self.layers.items() if one.loads}
+        return {name: {key: one[key] for key in ("load_before", "load_after")} for name, one in found.items()}
+
     def report(self, name: str) -> dict[str, Any]:
         """Return what `HotLayer.report` does; empty for a layer that cannot have hot experts."""
         return self.layers[name].report() if name in self.layers else {}
