@@ -235,7 +235,9 @@ class HotExperts:
     # -- other plans, checkpoints -----------------------------------------------------------------------------------
 
     def follow(self, earlier: "HotExperts") -> None:
-        """Go on with the loads that an earlier plan has measured."""
+        """Go on with what an earlier plan has measured."""
+        if [level.hot_experts for level in self._config.levels] == [one.hot_experts for one in earlier._config.levels]:
+            self._limit_and_costs = earlier._limit_and_costs
         for name, one in self.layers.items():
             if name in earlier.layers:
                 one.loads = list(earlier.layers[name].loads)
