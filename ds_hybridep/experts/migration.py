@@ -173,6 +173,7 @@ class MigrationManager:
     ) -> None:
         self._transport, self.layers = transport, list(layers)
         self._return_depth, self._is_boundary = prefetch_depth, is_boundary
+        self.before_return: Callable[[], None] = lambda: None  # in the backward, before gradients of a layer return
         used = (pipeline for one in layers for pipeline in (one.weight_pipeline, one.gradient_pipeline))
         self._pipelines = list(dict.fromkeys(used))
 
@@ -226,6 +227,7 @@ class MigrationManager:
         layer.add_gradients(gradients)
         handle.operation = None
         if self._is_boundary():
+            self.before_return()
             layer.start_return(handle)
         self.progress()
 

@@ -77,6 +77,7 @@ class HybridRuntime:
         self.layer_stats: dict[str, LayerStats] = {name: layer.stats for name, layer in self.layers.items()}
         pairs = [(self.layers[layer.spec.name], layer) for layer in ours]
         self.hot = HotExperts(config, transport, pairs)
+        self.migration.before_return = self.hot.send_counts
         self.codecs = CodecState(
             config, transport, planned, self.migration, waiting, self.syncs, self._changes, self.hot
         )
@@ -164,7 +165,6 @@ class HybridRuntime:
             )
         self.migration.check_returned("detach")
         self.migration.finish()
-        self.hot.finish()
 
     def close(self) -> None:
         """Drop connections and replicas.  Waits for nothing, so that it can be called after an error too."""
