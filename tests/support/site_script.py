@@ -91,9 +91,18 @@ first_bytes = [  # of parameters at the start, if they have so many
 started_at = engine.global_steps
 
 
+early_before = 0  # bytes that had left early before the backward
+
+
+def early_bytes() -> int:
+    sites = vars(engine)["_hybridep_attachment"].sites
+    return sum(one.early_bytes for one in sites.counters.values())
+
+
 def die(*_: object) -> None:
     """The end of the machine, once what was sent has left."""
     if engine.global_steps == options["dies_at"] and engine.is_gradient_accumulation_boundary():
+        Path(f"{options['out']}-left").write_text(str(early_bytes() - early_before))
         time.sleep(0.5)
         os.kill(os.getpid(), signal.SIGKILL)
 
@@ -117,6 +126,8 @@ while engine.global_steps < last_step():
         )
         loss = hf_loss(engine, *inputs) if family else engine(*inputs)
         total += loss.item()
+        if options["dies_at"] >= 0:
+            early_before = early_bytes()
         if options["dies_in"] == "forward":
             die()
         scale = float("inf") if step == options["overflow_at"] else 1.0
