@@ -101,6 +101,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--steps", type=int, default=5, help="of one block")
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--hidden", type=int, default=64)
+    parser.add_argument("--exact", action="store_true", help="without codecs")
     parser.add_argument("--note", default="", help="kept in the records: what else the machine did")
 
 
@@ -126,7 +127,8 @@ def run(args: argparse.Namespace, records: Records) -> None:
                 for way in ways:
                     params = {"rate": rate, "delay": delay, "way": way.name, "zero_stage": way.stage}
                     params |= {"layers": args.layers, "hidden": args.hidden, "tokens_per_rank": ROWS * SEQ_LEN}
-                    records.add({**params, "note": args.note}, **measured[way.name])
+                    params |= {"codecs": "exact" if args.exact else "recommended", "note": args.note}
+                    records.add(params, **measured[way.name])
                 print(f"{rate}, {delay}: done", flush=True)
             lab.end()
 
@@ -140,7 +142,7 @@ class Lab:
         self._jobs: dict[str, list[subprocess.Popen[bytes]]] = {}
         secret = folder / "secret"
         secret.write_text(os.urandom(16).hex())
-        self.ways = ways_of(network.topology.address_of(0), secret)
+        self.ways = ways_of(network.topology.address_of(0), secret, {} if args.exact else RECOMMENDED)
         for way in self.ways:
             if way.block is not None and "sites" in way.block:
                 self._meet(way.block["sites"], stack)
@@ -235,15 +237,15 @@ class Lab:
             process.wait(LIMIT_S)
 
 
-def ways_of(meeting_host: str, secret: Path) -> list[Way]:
+def ways_of(meeting_host: str, secret: Path, codecs: Mapping[str, Any]) -> list[Way]:
     sizes = TOPOLOGY.num_dcs, TOPOLOGY.hosts_per_dc
 
     def sites(port: int) -> dict[str, Any]:
         point = {"meeting_point": f"{meeting_host}:{port}", "secret_file": str(secret)}
-        return {"sites": {"names": ["a", "b"], **point, **RECOMMENDED}, "advanced": {"verify_interval": 0}}
+        return {"sites": {"names": ["a", "b"], **point, **codecs}, "advanced": {"verify_interval": 0}}
 
     return [
-        Way(ONE_JOB, block=Plan("", TOPOLOGY.hosts_per_dc, (1, 1), RECOMMENDED).block(sizes), is_split=False),
+        Way(ONE_JOB, block=Plan("", TOPOLOGY.hosts_per_dc, (1, 1), codecs).block(sizes), is_split=False),
         Way(SITES, block=sites(MEETING_PORT)),
         Way(EARLY, stage=2, block=sites(MEETING_PORT + 1)),
         Way(APART),
@@ -294,28 +296,28 @@ def counters_of(engine: Any) -> tuple[float, float, float]:
 
 def report(records: list[Record], args: argparse.Namespace) -> str:
     """Markdown: medians of steps, their ratio to those of one job in the same rounds, waits and bytes."""
-    one_job = {
-        (record["params"]["rate"], record["params"]["delay"]): record["step_s"]
-        for record in records
-        if record["params"]["way"] == ONE_JOB
-    }
+    one_job = {point_of(record): record["step_s"] for record in records if record["params"]["way"] == ONE_JOB}
     rows = []
     for record in records:
-        params = record["params"]
-        base = one_job.get((params["rate"], params["delay"]))
+        base = one_job.get(point_of(record))
         rows.append(
             [
-                params["rate"], params["delay"], params["way"], f"{statistics.median(record['step_s']):.3f}",
+                *point_of(record), record["params"]["way"], f"{statistics.median(record['step_s']):.3f}",
                 f"{min(record['step_s']):.3f}", "-" if base is None else str(ratio(record["step_s"], base)),
                 f"{statistics.median(record['waited_s']):.3f}", f"{statistics.median(record['early_share']):.0%}",
                 f"{statistics.median(record['wan_bytes_per_step']) / 1e6:.3f}",
             ]
         )  # fmt: skip
     header = [
-        "link", "delay", "way", "s/step", "fastest", "over one job [95%]", "waited [s]", "left early", "MB/step, WAN",
+        "link", "delay", "codecs", "way", "s/step", "fastest", "over one job [95%]", "waited [s]", "left early",
+        "MB/step, WAN",
     ]  # fmt: skip
     title = (
         "Medians of blocks.  waited: for packets of the other site, in the optimizer step.  left early: share of the "
         "bytes that left before it."
     )
     return f"{title}\n\n{table(header, rows)}"
+
+
+def point_of(record: Record) -> tuple[str, ...]:
+    return tuple(record["params"][name] for name in ("rate", "delay", "codecs"))

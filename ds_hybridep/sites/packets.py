@@ -15,12 +15,11 @@ import torch
 from torch import Tensor
 
 from ds_hybridep.codecs import Codec
+from ds_hybridep.plan.sites import MOST_LEAVES
 from ds_hybridep.sync.flat import Span, parts_of, split
 from ds_hybridep.sync.gradients import GradientMemory, StepChanges
 from ds_hybridep.sync.home import Home
 from ds_hybridep.sync.messages import MessageLayout
-
-MOST_LEAVES = 16  # of a rank, about
 
 
 @dataclass(frozen=True)
@@ -38,7 +37,7 @@ class OwnedSlice:
 
 
 def leaves_of(slices: Sequence[OwnedSlice]) -> list[OwnedSlice]:
-    """Cut slices into *leaves*, runs of whole spans of about the same size; the same on all sites.
+    """Cut slices into about `MOST_LEAVES` *leaves*, runs of whole spans of about the same size; the same on all sites.
 
     The packet of a leaf may leave before the others.
     """
