@@ -115,7 +115,10 @@ class HotLayer:
         if choices[self._own_domain] != self.choices[self._own_domain]:
             self.experts.choose_hot(choices[self._own_domain])
             replicas, layer = self.experts.replicas, self.layer
-            made = HeldExperts.of(replicas.held_experts, self.spec.num_experts, replicas.device)
+            assert replicas.hot is not None
+            by_slot: list[Sequence[int]] = [replicas.expert_ids(slot) for slot in replicas.near_slots]
+            by_slot += [replicas.hot.experts_in(slot) for slot in replicas.hot.slots]
+            made = HeldExperts.of(by_slot, self.spec.num_experts, replicas.device)
             layer.held.by_slot, layer.held.table = made.by_slot, made.table
         self.choices, self.num_changes = list(choices), self.num_changes + 1
         hot = [expert for choice in choices for expert in choice]
@@ -175,8 +178,6 @@ class HotExperts:
 
     def after_step(self, *, was_applied: bool) -> None:
         """Call after each optimizer step, before weights are shipped; an applied one may change the hot experts."""
-        if not self.layers:
-            return
         self.send_counts()
         self._take()
         if was_applied:
