@@ -17,10 +17,10 @@ from ds_hybridep.commands import question
 from ds_hybridep.errors import PlanError
 from ds_hybridep.plan.planner import Plan, make_plan
 
-MODELS = ("Qwen3-30B-A3B", "Mixtral-8x7B", "gpt-oss-120b", "DeepSeek-V3")
+MODELS = ("Qwen3-30B-A3B", "Mixtral-8x7B", "gpt-oss-120b")
 TRAININGS = {"full": (), "LoRA, rank 16": ("--lora-rank", "16")}
 GBPS = (1, 10, 100)
-GPUS = (8, 16, 32, 64, 128, 256, 512)  # of each datacentre; the fewest that something fits
+GPUS = (8, 16, 32, 64)  # of each datacentre; the fewest that something fits
 ZERO_STAGES = (1, 2)
 BUILDING = (25, 200)  # Gbit/s of the uplink of each machine of eight GPUs
 COMMON = (
@@ -40,10 +40,8 @@ checkpointed activations, bf16, a learning rate of 1e-5, 396 TFLOPS per GPU. **N
 
 A cell says, for uplinks of this rate:
 
-- seconds per step; how many times as fast (x) as the faster of DeepSpeed's layouts that fit, expert parallelism over
-  everything or inside each datacentre; GB per GPU;
-- the plan: domain sizes over the slow and the fast level, codecs, size of the expert-parallel group
-  ([how to read it](planning.md#what-comes-out));
+- seconds per step; how many times as fast (x) as the faster of DeepSpeed's layouts that fit; GB per GPU;
+- the plan: domain sizes, codecs, size of the expert-parallel group ([how to read it](planning.md#what-comes-out));
 - in brackets what is faster still, and how many times: pipeline stages across datacentres, or local SGD, which is not
   the same training. Neither is provided here.
 
