@@ -19,7 +19,8 @@ DOCUMENTS = [
 ]
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```", re.M | re.S)
 PROGRAMS = re.compile(
-    r"(ds_hybridep|deepspeed|torchrun|accelerate|sbatch|srun|mpirun|python|sudo|make|pip|git|ssh|ip|echo) |examples/"
+    r"(ds_hybridep|deepspeed|torchrun|accelerate|sbatch|srun|mpirun|python|sudo|make|pip|git|ssh|ip|echo"
+    r"|openssl|wg|wg-quick|ufw) |examples/"
 )
 HERE = ("ds_hybridep plan", "ds_hybridep simulate", "ds_hybridep report")
 ELSEWHERE = {  # by how a command begins: what runs it, or why nothing does
@@ -45,7 +46,9 @@ ELSEWHERE = {  # by how a command begins: what runs it, or why nothing does
     "deepspeed --num_gpus 8 train.py": "tests/house/test_launchers.py",
     "torchrun --nnodes 2": "tests/house/test_launchers.py",
     "accelerate launch": "tests/house/test_launchers.py",
-    "openssl rand": "not run: makes a secret",
+    "openssl": "tests/house/test_security_page.py",
+    "wg": "tests/house/test_security_page.py",
+    "ufw": "not run: changes the firewall",
     "ds_hybridep meet": "tests/sites/test_training.py",
     "deepspeed train.py --deepspeed_config": "tests/sites/test_training.py, without the launcher",
     "sbatch job.sh": "tests/house/test_launchers.py",
