@@ -106,8 +106,7 @@ class Replicas(Places):
             return self.own.values(trainable_only=trainable_only)
         if (hot := self._hot_of(slot)) is not None:
             trainable_only = trainable_only and not hot.lacks_frozen
-            near = slot - len(self.domain_ranks)
-            if near in self.replica_slots:  # what came over slower levels goes on
+            if (near := slot - len(self.domain_ranks)) in self.replica_slots:  # what came over slower levels goes on
                 return hot.copy(slot, self.weights_by_name(near), trainable_only=trainable_only)
             return hot.values(slot, trainable_only=trainable_only)
         pairs = zip(self.layout.blocks, self._weights[slot], strict=True)

@@ -91,6 +91,10 @@ def hot_by_step(case: Case) -> list[list[int]]:
         return found
 
 
+def error_of_layers(case: Case, settings: dict[str, Any]) -> tuple[str, str]:
+    return error_of(layers_after, case, settings, 0)
+
+
 def go_back(case: Case, folder: str, *, in_the_middle: bool = False) -> tuple[list[float], list[float]]:
     """Losses of two steps from a checkpoint on, and again after it was loaded by the engine that went on."""
     with engine_of(case, with_block=True, hybridep=with_levels(case)) as engine:
@@ -303,8 +307,6 @@ def test_another_plan_has_its_own_memory_limit(pool4: ProcessPool) -> None:
 
 def test_auto_is_refused_under_zero_3(pool4: ProcessPool) -> None:
     case = hot4(1, 1, toy=replace(FEW, routing="learned"), family="mixtral", zero_stage=3)
-    for kind, message in pool4.run(
-        error_of, function=layers_after, case=case, settings={"hot_experts": "auto"}, steps=0
-    ):
+    for kind, message in pool4.run(error_of_layers, case=case, settings={"hot_experts": "auto"}):
         assert kind == "UnsupportedError"
         assert "numbers of hot experts" in message
