@@ -211,22 +211,33 @@ class HotExperts:
 
     # -- what hot experts cost --------------------------------------------------------------------------------------
 
+    def _limit(self) -> int | None:
+        """Return the most hot experts of a layer by the settings; None if the free memory is to say it."""
+        at = self._config.hot_level
+        assert at is not None
+        wanted, gigabytes = self._config.levels[at].hot_experts, self._config.levels[at].hot_memory_gb
+        if gigabytes is None:
+            return None if wanted == AUTO else int(wanted)
+        fitting = math.floor(gigabytes * 1e9 / self._bytes_of_one)
+        if wanted == AUTO or fitting >= int(wanted):
+            return fitting if wanted == AUTO else int(wanted)
+        warn_once(
+            f"hybridep.levels[{at}].hot_experts is {wanted}, but hot_memory_gb {gigabytes} has room for {fitting} in "
+            f"each layer ({self._bytes_of_one / 1e9:.3g} GB for one in all {len(self.layers)} layers)"
+        )
+        return fitting
+
+    @property
+    def _bytes_of_one(self) -> int:
+        """Bytes of one hot expert in every layer."""
+        return sum(one.expert_bytes for one in self.layers.values())
+
     def _measure(self) -> tuple[int, HotCosts]:
         """Return the most hot experts of a layer, and what decides whether they pay."""
-        layers, at = list(self.layers.values()), self._config.hot_level
+        at, limit, spec = self._config.hot_level, self._limit(), next(iter(self.layers.values())).spec
         assert at is not None
-        level, spec = self._config.levels[at], layers[0].spec
-        wanted, gigabytes = level.hot_experts, level.hot_memory_gb
-        if wanted != AUTO and gigabytes is None:
-            return int(wanted), ROWS_ONLY
-        of_all = sum(one.expert_bytes for one in layers)  # one hot expert in every layer
-        if wanted != AUTO and gigabytes is not None:
-            limit = min(int(wanted), math.floor(gigabytes * 1e9 / of_all))
-            if limit < int(wanted):
-                warn_once(
-                    f"hybridep.levels[{at}].hot_experts is {wanted}, but hot_memory_gb {gigabytes} has room for "
-                    f"{limit} in each layer ({of_all / 1e9:.3g} GB for one in all {len(layers)} layers)"
-                )
+        if self._config.levels[at].hot_experts != AUTO:
+            assert limit is not None
             return limit, ROWS_ONLY
         probe = LinkProbe(self._transport, spec.sample.device)
         cluster = probe.cluster
@@ -234,19 +245,24 @@ class HotExperts:
             measured = probe.measure(at, limit_s=PROBE_LIMIT_S)
             cluster = type(cluster)((*cluster.levels[:at], measured, *cluster.levels[at + 1 :]))
         rates = measure_experts(spec, probe, cluster)
-        free_bytes, _ = memory_left(spec.sample.device, ranks_on_host(probe))
-        left = min(row[0] for row in probe.table([free_bytes]))
-        most_bytes = MEMORY_SHARE * left if gigabytes is None else gigabytes * 1e9
+        if limit is None:
+            free_bytes, _ = memory_left(spec.sample.device, ranks_on_host(probe))
+            left = min(row[0] for row in probe.table([free_bytes]))
+            limit = math.floor(MEMORY_SHARE * left / self._bytes_of_one)
         rate = (cluster.levels[at].link.bandwidth_bytes_per_s or math.inf) / ranks_below(cluster)[at]
         travels = 2 * expert_params(spec, trainable_only=True) * spec.sample.element_size() * rates.wire_factor
-        costs = HotCosts(row_s=6.0 * expert_params(spec) / rates.flops_per_s, copy_s=travels / rate)
-        return math.floor(most_bytes / of_all), costs
+        return limit, HotCosts(row_s=6.0 * expert_params(spec) / rates.flops_per_s, copy_s=travels / rate)
 
     # -- other plans, checkpoints -----------------------------------------------------------------------------------
 
     def follow(self, earlier: "HotExperts") -> None:
         """Go on with what an earlier plan has measured."""
-        if [level.hot_experts for level in self._config.levels] == [one.hot_experts for one in earlier._config.levels]:
+        at = self._config.hot_level
+        if (
+            at is not None
+            and at == earlier._config.hot_level
+            and self._config.levels[at] == earlier._config.levels[at]
+        ):
             self._limit_and_costs = earlier._limit_and_costs
         for name, one in self.layers.items():
             if name in earlier.layers:
@@ -264,16 +280,25 @@ class HotExperts:
             },
         }
 
-    def load_state_dict(self, saved: Mapping[str, Any]) -> None:
-        """Restore what `state_dict` returned under the same plan, between two steps and before weights are shipped."""
+    def load_state_dict(self, saved: Mapping[str, Any], *, keeps_choice: bool = False) -> None:
+        """Restore what `state_dict` returned under the same plan, with nothing under way and before weights leave.
+
+        keeps_choice: keep the present hot experts.
+        """
+        for transfer, _, _ in self._under_way:  # counts of before the load
+            transfer.wait()
+        self._under_way = []
         if saved["costs"] is not None:
             limit, row_s, copy_s = saved["costs"]
-            self._limit_and_costs = int(limit), HotCosts(row_s=row_s, copy_s=copy_s)
+            by_settings = self._limit()
+            most = int(limit) if by_settings is None else by_settings
+            self._limit_and_costs = most, HotCosts(row_s=row_s, copy_s=copy_s)
         for name, kept in saved["layers"].items():
             one = self.layers[name]
             one.loads = list(kept["loads"])
             one.take_counts()  # rows of before the load
-            one.apply([tuple(choice) for choice in kept["choices"]])
+            if not keeps_choice:
+                one.apply([tuple(choice) for choice in kept["choices"]])
 
     def loads(self) -> dict[str, dict[str, float]]:
         """Return max over mean of the rows per rank by layer, without and with its hot experts, once it is known."""
