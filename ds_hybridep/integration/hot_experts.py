@@ -128,23 +128,24 @@ class HotLayer:
             exchange.expert_to_destination = table.to(exchange.expert_to_destination.device)
 
     def report(self) -> dict[str, Any]:
-        """Return the hot experts, the changes so far, and max over mean of the rows per rank without and with them."""
+        """Return the hot experts, the changes so far, and the load of the fullest rank without and with them.
+
+        "load_before" and "load_after" are its rows over the mean, "rows_before" and "rows_after" its rows per step, to
+        which its memory of activations is proportional; all None before the first step.
+        """
         hot = sorted(expert for choice in self.choices for expert in choice)
-        record = {"hot_experts": hot, "hot_changes": self.num_changes, "load_before": None, "load_after": None}
-        if not self.loads:
-            return record
+        record: dict[str, Any] = {"hot_experts": hot, "hot_changes": self.num_changes}
         mean = sum(self.loads) / (self.num_ranks * len(self._domains))
-        fullest = []
-        for chosen in ([()] * len(self._domains), self.choices):
-            of_ranks = [
-                rank_loads(
-                    [self.loads[expert] for expert in experts], [self._owners[expert] for expert in experts],
-                    self.num_ranks, [experts.index(one) for one in choice],
-                )
-                for experts, choice in zip(self._domains, chosen, strict=True)
-            ]  # fmt: skip
-            fullest.append(max(map(max, of_ranks)) / max(mean, 1e-30))
-        return {**record, "load_before": fullest[0], "load_after": fullest[1]}
+        for name, choices in (("before", [()] * len(self._domains)), ("after", self.choices)):
+            rows = max(map(self._fullest, self._domains, choices)) if self.loads else None
+            record[f"load_{name}"] = None if rows is None else rows / mean
+            record[f"rows_{name}"] = None if rows is None else rows / self.partition.domain_size
+        return record
+
+    def _fullest(self, experts: Sequence[int], hot: Sequence[int]) -> float:
+        """Return the rows of the fullest rank of a domain of hot experts."""
+        loads, owners = [self.loads[one] for one in experts], [self._owners[one] for one in experts]
+        return max(rank_loads(loads, owners, self.num_ranks, [experts.index(one) for one in hot]))
 
 
 class HotExperts:

@@ -234,6 +234,8 @@ def test_loads_are_in_the_report_in_show_and_in_the_trace(pool4: ProcessPool, tm
     for layer in report["layers"]:
         assert layer["hot_experts"]
         assert layer["load_after"] <= layer["load_before"]  # of the fullest rank of both datacentres
+        rows = 4 * 3 * 8 * 2 / 4  # ranks, sequences, tokens and experts of each; on one of the ranks
+        assert layer["rows_before"] == pytest.approx(layer["load_before"] * rows)
     assert "without hot experts" in format_run_record(report)
     assert sorted(event["name"] for event in counters) == [f"load of {layer['name']}" for layer in report["layers"]]
     assert counters[0]["args"].keys() == {"load_before", "load_after"}
