@@ -58,8 +58,7 @@ ABOUT = """\
 | peft, accelerate | 0.21.2, 1.15.0 | not tried |
 
 `pip install '.[hf]'` takes transformers 5.3.0. Without the block, AutoEP of DeepSpeed 0.19.8 fails from 5.23 on
-(`_CanRecordRegistry.get() takes 2 positional arguments but 3 were given`). Adapters of experts and universal
-checkpoints need DeepSpeed 0.19.7.
+(`_CanRecordRegistry.get() takes 2 positional arguments but 3 were given`).
 
 ## What was tested
 """
