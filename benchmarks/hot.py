@@ -20,8 +20,7 @@ from torch import Tensor, nn
 
 import ds_hybridep
 from benchmarks.common import Record, Records, interleaved, ratio, run_job, table
-from benchmarks.training import Job, SleepingExpert, _Sleep, autoep, engine_of, moe_of, qwen3_moe
-from benchmarks.training import VOCABULARY
+from benchmarks.training import VOCABULARY, Job, SleepingExpert, _Sleep, autoep, engine_of, moe_of, qwen3_moe
 
 __all__ = ["Job", "add_arguments", "rank", "report", "run"]
 
@@ -157,7 +156,10 @@ def rank(args: argparse.Namespace, job: Job) -> None:
             measured = phase(engines, args, routing, drifts=drifts)
             for name, found in measured.items():
                 params = {"kind": kind, "plan": name, "skew": skew, "drifts": drifts}
-                params |= {key: getattr(args, key) for key in ("ranks", "tokens", "layers", "experts", "hidden", "row_us", "dtype")}
+                params |= {
+                    key: getattr(args, key)
+                    for key in ("ranks", "tokens", "layers", "experts", "hidden", "row_us", "dtype")
+                }
                 job.record(params, **found)
             job.say(f"{kind}, skew {skew:g}{', drifting' if drifts else ''}: done")
     job.end()
@@ -165,7 +167,9 @@ def rank(args: argparse.Namespace, job: Job) -> None:
 
 def engine_for(name: str, kind: str, args: argparse.Namespace, routing: Routing) -> Any:
     torch.manual_seed(0)
-    sizes = argparse.Namespace(**vars(args), top_k=2, capacity_factor=0.0, ep_size=args.ep_size if False else args.ranks)
+    sizes = argparse.Namespace(
+        **vars(args), top_k=2, capacity_factor=0.0, ep_size=args.ep_size if False else args.ranks
+    )
     block = PLANS[name]
     if block is not None:
         level = {"name": "gpu", "size": args.ranks, **block}
