@@ -15,12 +15,12 @@ from functools import cached_property, lru_cache
 from ds_hybridep.errors import PlanError
 from ds_hybridep.plan import choices
 from ds_hybridep.plan.cluster import flatten, unflatten
-from ds_hybridep.plan.hot import HotCosts, rank_loads, step_s
+from ds_hybridep.plan.hot import HotCosts, choose_hot, rank_loads, step_s
 from ds_hybridep.plan.layout import Layout
 from ds_hybridep.plan.token_route import TokenExchange, chance_needed
 from ds_hybridep.plan.workload import Workload
 
-COPIES_ONLY = HotCosts(row_s=0.0, copy_s=1.0)
+ROWS_ONLY, COPIES_ONLY = HotCosts(row_s=1.0, copy_s=0.0), HotCosts(row_s=0.0, copy_s=1.0)
 LOAD_DIGITS = 8  # of loads per token, so that equal ones stay equal: weights are searched to 9
 
 
@@ -47,14 +47,17 @@ def routing_of(layout: Layout, workload: Workload) -> "Routing":
     elif workload.is_uneven:
         weights = choices.skewed_weights(workload.skew, model.num_experts, group_size, model.top_k)
     hot_level = layout.hot_level if layout.hot_experts else None
-    return _routing(
-        layout.spans, layout.domain_sizes, hot_level, layout.hot_experts, model.num_experts, model.top_k, weights
+    return _kept(
+        Routing(
+            layout.spans, layout.domain_sizes, hot_level, layout.hot_experts, model.num_experts, model.top_k, weights
+        )
     )
 
 
 @lru_cache(maxsize=1024)
-def _routing(*fields: object) -> "Routing":
-    return Routing(*fields)  # type: ignore[arg-type]
+def _kept(routing: "Routing") -> "Routing":
+    """An equal routing of before, with what it has computed."""
+    return routing
 
 
 @dataclass(frozen=True)
@@ -75,8 +78,8 @@ class Routing:
 
     @property
     def is_even(self) -> bool:
-        """True if all experts get equally many rows, and none is hot."""
-        return self.weights is None and not self.hot
+        """True if all experts get equally many rows; then none is hot."""
+        return self.weights is None
 
     # ---- places ----
 
@@ -113,7 +116,7 @@ class Routing:
 
     @property
     def num_sharing(self) -> int:
-        """Ranks that share the rows of a hot expert, for the tokens of which it is a rank's turn to compute it."""
+        """Ranks of a part that share the rows of a hot expert among them."""
         return 1 if self.hot_level is None else self.spans[self.hot_level]
 
     @cached_property
@@ -130,14 +133,17 @@ class Routing:
 
     @cached_property
     def hot(self) -> frozenset[int]:
-        """The hot experts: of each part those with the highest loads."""
-        count = 0 if self.hot_level is None or self.num_sharing == 1 else self.num_hot
-        loads = [round(load, LOAD_DIGITS) for load in self.loads]
-        ranked = (sorted(part, key=lambda expert: (-loads[expert], expert)) for part, _ in self._parts)
-        return frozenset(expert for part in ranked for expert in part[:count])
+        """The hot experts of all parts, chosen as a job does that is given their number."""
+        if self.is_even or self.hot_level is None or self.num_sharing == 1:
+            return frozenset()
+        chosen = []
+        for part, owners in self._parts:
+            loads = [round(self.loads[expert], LOAD_DIGITS) for expert in part]
+            chosen += [part[at] for at in choose_hot(loads, owners, self.num_sharing, self.num_hot, ROWS_ONLY)]
+        return frozenset(chosen)
 
     def _fullest(self, hot: frozenset[int]) -> float:
-        if self.weights is None and not hot:
+        if self.is_even:
             return 1.0
         rows = [
             rank_loads(
@@ -178,7 +184,7 @@ class Routing:
 
     def dropped(self, workload: Workload) -> float:
         """Share of the rows that DeepSpeed's layer leaves out, because they are beyond the capacity of an expert."""
-        if self.weights is None:
+        if self.is_even:
             return 0.0
         room = workload.expert_capacity / workload.tokens_per_rank
         return math.fsum(max(load - room, 0.0) for load in self.loads) / self.top_k
@@ -229,18 +235,21 @@ class Routing:
 
     # ---- chances of a token ----
 
+    def _even_chance(self, num_levels: int) -> float:
+        wanted = self.num_experts // math.prod(self._counts[:num_levels])
+        return chance_needed(wanted, self.num_experts, self.top_k)
+
     def chances(self, num_levels: int) -> tuple[list[float], list[float]]:
         """[G] chance that a token needs an expert of the domains with a rank's coordinates at the first levels.
 
         Two lists: for tokens of ranks that have another place at the hot level, and for those that have the same one,
         which also send rows of hot experts.
         """
-        cells = self._cells(num_levels)
-        if self.is_even:
-            each = self.num_experts // (max(cells) + 1)
-            even = [chance_needed(each, self.num_experts, self.top_k)] * len(cells)
+        if self.weights is None:
+            even = [self._even_chance(num_levels)] * math.prod(self.spans)
             return even, even
-        weights, top_k, hot = self.weights or (1.0,) * self.num_experts, self.top_k, self.hot
+        weights, top_k, hot = self.weights, self.top_k, self.hot
+        cells = self._cells(num_levels)
         part_cells = self._cells(num_levels, self.hot_level)
 
         def products(cell_of: Sequence[int], is_wanted: Callable[[int], bool]) -> list[choices.Polynomial]:
@@ -286,11 +295,10 @@ class Routing:
 
     def busiest_chances(self, levels: Sequence[int]) -> list[float]:
         """By level, the mean chance of `chances_over` over the ranks below the child that gets most rows."""
-        by_level = self.chances_over(levels)
         if self.is_even:
-            return [chances[0] for chances in by_level]
+            return [self._even_chance(levels[-1] + 1)] * len(self.spans)
         result = []
-        for level, chances in enumerate(by_level):
+        for level, chances in enumerate(self.chances_over(levels)):
             below = math.prod(self.spans[level + 1 :])
             children = (chances[first : first + below] for first in range(0, len(chances), below))
             result.append(max(math.fsum(child) / below for child in children))

@@ -68,9 +68,10 @@ def verdict(question: Question, plan: Plan) -> list[str]:
             f"{_seconds(best.step_s)} ({best.step_s / better.step_s:.2f} times as long)."
         ]
     elif best.layout.domain_size == 1:
+        hot = "hot experts, " if best.layout.hot_experts else ""
         lines = [
             f"Domains do not pay here: leave every domain_size at 1 ({_seconds(best.step_s)}). What the block then "
-            f"brings is the de-duplicated exchange without padding, and sums level by level{_encoded_over(plan)}."
+            f"brings is the de-duplicated exchange without padding, {hot}and sums level by level{_encoded_over(plan)}."
         ]
     else:
         sizes = list(best.layout.domain_sizes)

@@ -131,10 +131,22 @@ class Slowly:
             sizes[self.level] = SPANS[self.level]
         self.of_hot = Partition.build(cluster, range(6), sizes)
         shares, self.hot = shared(choices), set()
-        for domain in range(self.of_hot.num_domains):
+        for domain in range(self.of_hot.num_domains if self.level is not None else 0):
             experts = [one for one in range(12) if self.of_hot.domain_index(one // 2) == domain]
-            experts.sort(key=lambda one: (-round(shares[one], 9), one))
-            self.hot.update(experts[: layout.hot_experts if self.level is not None else 0])
+            experts.sort(key=lambda one: (-round(shares[one], 8), one))
+            self.hot.update(self.fewest(experts, layout.hot_experts, shares))
+
+    def fewest(self, experts, most, shares):
+        """Of the experts with the most rows, the fewest that leave the fullest rank within 1% of the least rows."""
+        fullest = []
+        for count in range(most + 1):
+            rows = [sum(shares[one] for one in experts[:count]) / SPANS[self.level]] * SPANS[self.level]
+            for one in experts[count:]:
+                rows[self.cold.position_of(one // 2)[self.level]] += shares[one]
+            fullest.append(max(rows))
+        if min(fullest) > 0.98 * fullest[0]:
+            return []
+        return experts[: next(count for count, rows in enumerate(fullest) if rows <= 1.01 * min(fullest))]
 
     def rank_of(self, source, expert):
         """The rank that computes a row of `source` for an expert."""

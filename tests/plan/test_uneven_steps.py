@@ -15,6 +15,7 @@ from ds_hybridep.plan.routing import routing_of
 from ds_hybridep.plan.stream_model import predict
 
 RATES = Rates(flops_per_s=1e9)
+TWO = dataclasses.replace(TOY, num_experts=2, top_k=1)
 SIXTEEN = dataclasses.replace(TOY, num_experts=16)
 PLAIN = layout_of((4,), (1,))
 HOT = dataclasses.replace(PLAIN, hot_experts=2, hot_level=0)
@@ -71,10 +72,20 @@ def test_hot_experts_share_their_rows():
         for count in (0, 1, 2, 4, 8, 16)
     }
     assert list(terms.values()) == sorted(terms.values(), reverse=True)
-    assert terms[0] / 2.0 == pytest.approx(terms[16])  # all share all
-    assert step(dataclasses.replace(HOT, hot_experts=16), workload).uplink_bytes[0]["tokens"] == pytest.approx(
-        TOY.num_moe_layers * 3 * 16  # row counts only
-    )
+    assert terms[0] / 2.0 <= terms[16] <= 1.01 * terms[0] / 2.0  # where all share all
+    assert routing_of(HOT, toy(model=SIXTEEN, skew=1.01)).hot == frozenset()  # they would save too little
+
+
+def test_rows_of_hot_experts_stay():
+    """One expert for each of two ranks, three of four rows for the first: its rows, those of the other, then none."""
+    workload, rows = toy(model=TWO, expert_loads=(3.0, 1.0)), []
+    for count in range(3):
+        layout = layout_of((2,), (1,), hot_experts=count, hot_level=0)
+        assert routing_of(layout, workload).hot == frozenset(range(count))
+        rows.append(step(layout, workload).uplink_bytes[0]["tokens"] - TOY.num_moe_layers * 16)  # without row counts
+    assert rows[0] == pytest.approx(3 * rows[1], rel=1e-6)
+    assert rows[1] > 0
+    assert rows[2] == 0
 
 
 def test_copies_of_hot_experts_are_those_of_a_hand_count():
