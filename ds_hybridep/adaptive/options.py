@@ -52,7 +52,8 @@ def settings_of(config: HybridEPConfig) -> tuple[Any, ...]:
         for known in (level.all_codecs for level in config.levels)
     )
     row_formats = tuple(level.row_format for level in config.levels)
-    return config.domain_sizes, codecs, config.token_exchange, config.dense_sync, of_dense, row_formats
+    hot = tuple(level.hot_experts for level in config.levels)
+    return config.domain_sizes, codecs, config.token_exchange, config.dense_sync, of_dense, row_formats, hot
 
 
 def open_options(
@@ -128,13 +129,18 @@ def _layout_of(
     for level, token in zip(config.levels, token_codecs, strict=True):
         weight, gradient, dense_weight, dense_gradient = (costs.get(one, EXACT_COST) for one in level.all_codecs)
         levels.append(LevelCodecs(weight, gradient, token, dense_weight, dense_gradient))
+    # How many "auto" is, is decided while the job runs: it is priced as none.
+    at, is_padded = config.hot_level, config.token_exchange == "deepspeed"
+    wanted = 0 if at is None or is_padded or config.domain_sizes[at] > 1 else config.levels[at].hot_experts
     return Layout(
+        hot_experts=0 if wanted == "auto" else wanted,
+        hot_level=at,
         spans=spans,
         domain_sizes=config.domain_sizes,
         codecs=tuple(levels),
         prefetch_depth=config.advanced.prefetch_depth,
         exchange="hierarchical" if config.token_exchange == "hierarchical" else "direct",
-        is_padded=config.token_exchange == "deepspeed",
+        is_padded=is_padded,
     )
 
 
