@@ -19,7 +19,7 @@ BIN = $(abspath $(VENV))/bin
 export TORCH_EXTENSIONS_DIR = $(CURDIR)/.cache/torch_extensions
 export PATH := $(BIN):$(PATH)
 
-.PHONY: help demo test test-gpu test-slow test-versions check fmt bench clean
+.PHONY: help demo gpu test test-gpu test-slow test-versions check fmt bench reference release clean
 .DEFAULT_GOAL := help
 
 help:
@@ -31,6 +31,8 @@ help:
 	@echo "make check      lint, format, types, import order"
 	@echo "make fmt        format, and fix what can be fixed"
 	@echo "make bench      lists the measuring programs; NAME='e2e --help' runs one"
+	@echo "make reference  the reference of the Python interface, in build/reference"
+	@echo "make release    check version, changelog and tag, and build what is to be uploaded, in dist"
 	@echo "make clean      remove what the others made, .venv too"
 
 # op_builder/ and csrc/ lie beside the package, so setuptools finds modules by a finder and warns of an editable install.
@@ -72,6 +74,9 @@ fmt: $(INSTALLED)
 
 bench: $(INSTALLED)
 	@$(BIN)/python -m benchmarks $(NAME)
+
+release: $(INSTALLED)
+	@$(BIN)/python .ci/release.py
 
 clean:
 	rm -rf .venv .cache build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis runs
