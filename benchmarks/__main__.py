@@ -29,6 +29,7 @@ PROGRAMS = {
     "kernels": "time of each CUDA kernel",
     "link": "goodput over a long link, messages on one machine, and what the runtime costs over loopback",
     "overlap": "whether weights and gradients travel while layers compute",
+    "hot": "what uneven routing costs a step, with and without hot experts",
     "memory": "bytes that replicas of experts take",
     "predict": "how well the planner predicts what e2e measured",
     "simulate": "how well the simulator predicts what e2e measured",

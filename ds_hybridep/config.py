@@ -86,9 +86,8 @@ class LevelConfig(Settings):
             return self
         if self.domain_size not in (1, "auto"):
             raise ValueError(
-                f"hot_experts is {shown(self.hot_experts)} beside domain_size {shown(self.domain_size)}, but copies of "
-                f"hot experts go to ranks outside the domain; set one of them to its default: hot_experts to 0, or "
-                f"domain_size to 1"
+                f"hot_experts is {shown(self.hot_experts)} beside domain_size {shown(self.domain_size)}, but copies "
+                f"of hot experts go to ranks outside the domain; set hot_experts to 0, or domain_size to 1"
             )
         for key, codec in (
             ("codecs", self.codecs),
@@ -307,8 +306,9 @@ class HybridEPConfig(Settings):
         for index, level in enumerate(self.levels):
             if level.hot_experts != 0 and index != self.hot_level:
                 raise ValueError(
-                    f"levels[{index}].hot_experts is {shown(level.hot_experts)}, but hybridep.levels[{self.hot_level}] "
-                    f"has hot experts already; keep those of one level, usually the fastest"
+                    f"levels[{index}].hot_experts is {shown(level.hot_experts)}, but "
+                    f"hybridep.levels[{self.hot_level}] has hot experts already; keep one of them, usually "
+                    f"those of the fastest"
                 )
         return self
 

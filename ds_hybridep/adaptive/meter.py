@@ -77,8 +77,7 @@ class JobMeter:
         self.memory = (math.inf, 0.0)  # free bytes of the fullest rank, and bytes that a step needs temporarily
         self.begin_s = self.end_s = 0.0  # of the last optimizer step
         self._probe, self._micro_steps = probe, micro_steps
-        name = int.from_bytes(hashlib.sha256(socket.gethostname().encode()).digest()[:6], "big")
-        self._num_neighbours = probe.table([float(name)]).count([float(name)])  # ranks on this host
+        self._num_neighbours = ranks_on_host(probe)
         self._counted = [0] * 5  # result of `_totals` at the last look
         self._begin_step, self._begin_exposed_s = 0, dict[str, float]()
 
@@ -155,6 +154,12 @@ class JobMeter:
         new_bytes, (free_bytes, working_bytes) = self.job.memory(option).copies_bytes, self.memory
         growth_bytes = new_bytes - self.job.memory(current).copies_bytes
         return max(new_bytes, growth_bytes + working_bytes) <= ROOM_SHARE * free_bytes
+
+
+def ranks_on_host(probe: LinkProbe) -> int:
+    """The number of ranks on this host; all ranks must call."""
+    name = float(int.from_bytes(hashlib.sha256(socket.gethostname().encode()).digest()[:6], "big"))
+    return probe.table([name]).count([name])
 
 
 def memory_left(device: torch.device, num_neighbours: int) -> tuple[float, float]:

@@ -109,9 +109,17 @@ def _link_rows(record: Mapping[str, Any]) -> list[list[str]]:
 def _load_rows(record: Mapping[str, Any]) -> list[list[str]]:
     """A row of titles, then a row for each layer whose rows were counted."""
     rows = [["layer", "rank", "expert"]]
+    has_hot = any("hot_experts" in layer for layer in record["layers"])
+    rows[0] += ["rank, lately", "without hot experts", "hot experts", "changes"] if has_hot else []
     for layer in record["layers"]:
         if "expert_load" in layer:
             rows.append([layer["name"], f"{layer['imbalance']:.2f}", f"{layer['expert_load']:.2f}"])
+            if "hot_experts" in layer:
+                loads = [layer["load_after"], layer["load_before"]]
+                rows[-1] += [MISSING if load is None else f"{load:.2f}" for load in loads]
+                rows[-1] += [", ".join(map(str, layer["hot_experts"])) or "none", str(layer["hot_changes"])]
+            elif has_hot:
+                rows[-1] += [MISSING] * 4
     return rows
 
 

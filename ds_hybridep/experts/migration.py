@@ -15,7 +15,6 @@ Forward and step communicate from the main thread, the backward from autograd's;
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from enum import Enum
 from functools import partial
 from typing import Any
 
@@ -27,27 +26,9 @@ from torch.autograd.function import once_differentiable
 from ds_hybridep.errors import GradientNotReturnedError, VerificationError
 from ds_hybridep.experts.partitioned import take_away
 from ds_hybridep.experts.replicas import Replicas, WeightShipment
+from ds_hybridep.experts.states import Gradients, Weights
 from ds_hybridep.sync.transfers import Reduce, StagePipeline
 from ds_hybridep.transport.channels import Purpose, Transport, profiler_range
-
-
-class Weights(Enum):
-    """What a layer's replicas hold."""
-
-    STALE = "not what the owners have"
-    SHIPPING = "the owners' weights, which are on their way"
-    FRESH = "the owners' weights"
-    RELEASED = "nothing: another plan has taken over"
-
-
-class Gradients(Enum):
-    """Where gradients of a layer's replicas are."""
-
-    EMPTY = "there are none"
-    ACCUMULATING = "in the sums of this rank"
-    RETURNING = "on their way to the owners"
-    DROPPED = "on their way to the owners, who will not use them"
-    UNDONE = "the same, and codecs forget that they were sent"
 
 
 @dataclass
@@ -71,14 +52,20 @@ class LayerExperts:
     returning: ReturnHandle | None = None
     prefetched: tuple[ReturnHandle, tuple[Tensor, ...]] | None = None
     versions: list[tuple[int, int]] = field(default_factory=list)  # of the owned parameters at their last shipment
+    lacks_frozen: bool = False  # frozen parameters of new hot experts have not travelled
 
     def ship(self, *, is_exact: bool) -> None:
         """Go from any state to SHIPPING.  Does not block."""
-        self.shipment = WeightShipment(self.replicas, is_exact=is_exact)
+        self.shipment = WeightShipment(self.replicas, is_exact=is_exact or self.lacks_frozen)
         self.shipment.load()
         self.versions = self._versions()
         self.weight_pipeline.start(self.shipment)
-        self.weights = Weights.SHIPPING
+        self.weights, self.lacks_frozen = Weights.SHIPPING, False
+
+    def choose_hot(self, experts: Sequence[int]) -> None:
+        """Replace the hot experts.  Call between an applied step and the shipment after it."""
+        self.replicas.hot.choose(experts)
+        self.lacks_frozen = not all(block.is_trainable for block in self.replicas.layout.blocks)
 
     def finish_shipment(self) -> None:
         """Wait for the weights, and go from SHIPPING to FRESH."""
@@ -86,7 +73,7 @@ class LayerExperts:
             return
         self._wait(self.weight_pipeline, self.shipment)
         self.shipment = None
-        self.replicas.own.free()
+        self.replicas.free_sent()
         if self.weights is Weights.SHIPPING:
             self.weights = Weights.FRESH
 
@@ -154,9 +141,9 @@ class LayerExperts:
         self.replicas.release()
         self.weights, self.gradients = Weights.RELEASED, Gradients.EMPTY
 
-    def refuse_released(self) -> None:
-        """Raise GradientNotReturnedError if another plan has taken over from this one."""
-        if self.weights is Weights.RELEASED:
+    def refuse_old(self, version: int) -> None:
+        """Raise GradientNotReturnedError if another plan, or other hot experts, have taken over since the forward."""
+        if version != self.replicas.hot.version:
             raise GradientNotReturnedError(
                 f"{self.replicas.layer}: this backward belongs to a forward that ran before hybridep changed its plan "
                 f"or was detached; run both before the change, or both after it"
@@ -236,7 +223,6 @@ class MigrationManager:
 
     def take_gradients(self, layer: LayerExperts, handle: ReturnHandle, gradients: Sequence[Tensor]) -> None:
         """Add replica gradients to the sums; at the boundary start their return."""
-        layer.refuse_released()
         layer.add_gradients(gradients)
         handle.operation = None
         if self._is_boundary():
@@ -390,11 +376,13 @@ class _Acquire(Function):
         ctx: Any, manager: MigrationManager, layer: LayerExperts, handle: ReturnHandle, *aliases: Tensor
     ) -> tuple[Tensor, ...]:
         ctx.manager, ctx.layer, ctx.handle, ctx.num_own = manager, layer, handle, len(aliases)
+        ctx.version = layer.replicas.hot.version
         return tuple(weight.detach() for weight in layer.replicas.with_own(aliases))
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         with profiler_range("acquire_backward", ctx.layer.replicas.layer):
+            ctx.layer.refuse_old(ctx.version)
             ctx.manager.take_gradients(ctx.layer, ctx.handle, gradients[ctx.num_own :])
         return None, None, None, *gradients[: ctx.num_own]

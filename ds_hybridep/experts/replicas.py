@@ -15,7 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from ds_hybridep.experts.codecs import ExpertCodecs
+from ds_hybridep.experts.hot import HotReplicas
 from ds_hybridep.experts.slots import OwnSlot, SlotLayout
+from ds_hybridep.plan.cluster import flatten, unflatten
 from ds_hybridep.plan.partition import Partition
 from ds_hybridep.sync.feedback import Encoding
 from ds_hybridep.sync.gradients import GradientMemory, StepChanges
@@ -34,8 +36,9 @@ class Replicas:
 
     Args:
         experts: this rank's e experts, one module each; if `is_grouped`, one module with parameters [e, *shape].
-        partition: domains of the layer's expert-parallel group.
+        partition: domains of the layer's expert-parallel group; with hot experts, those of a hot expert.
         changes: shared by all layers.
+        hot_level: level over which only hot experts have replicas; None: there are no hot experts.
     """
 
     def __init__(
@@ -49,8 +52,9 @@ class Replicas:
         changes: StepChanges,
         *,
         is_grouped: bool = False,
+        hot_level: int | None = None,
     ) -> None:
-        self.layer, self.is_grouped = layer, is_grouped
+        self.layer, self.is_grouped, self.hot_level = layer, is_grouped, hot_level
         self.partition, self.stages, self.encoding = partition, stages, encoding
         self.device = next(experts[0].parameters()).device
         self.layout = SlotLayout(experts, self.device, is_grouped=is_grouped)
@@ -58,14 +62,19 @@ class Replicas:
         # 1. Slots.
         self.domain_ranks = partition.domain_ranks(rank)
         self.own_slot = partition.offset_index(rank)
-        self.replica_slots = tuple(slot for slot in range(len(self.domain_ranks)) if slot != self.own_slot)
-        self.slot_parts = [self._parts(slot) for slot in range(len(self.domain_ranks))]
+        self.near_slots = tuple(slot for slot in range(len(self.domain_ranks)) if self.are_near(slot, self.own_slot))
+        self.replica_slots = tuple(slot for slot in self.near_slots if slot != self.own_slot)
+        self.slot_parts = [
+            self._parts(slot) if slot in self.near_slots else () for slot in range(2 * len(self.domain_ranks))
+        ]
         self.parts = self.slot_parts[self.own_slot]
         # 2. Weights, and views of them.
         self.streams = streams_of(self.device)  # None: there is no side stream
         self.own = OwnSlot(layer, experts, self.layout, encoding.master_of)
         self._weights = {slot: [*map(self.layout.new, self.layout.blocks)] for slot in self.replica_slots}
         self._views = {slot: self.layout.by_name(weights) for slot, weights in self._weights.items()}
+        experts_of = [self.expert_ids(slot) for slot in range(len(self.domain_ranks))]
+        self.hot = HotReplicas(self.layout, experts_of, self.near_slots)
         # 3. Sums of gradients, by slot, for each trainable block.
         self._sums: dict[int, list[Tensor]] = {}
         # 4. What lossy codecs keep.
@@ -88,7 +97,30 @@ class Replicas:
     @property
     def weights(self) -> list[Tensor]:
         """All weights that are held, of all slots and blocks."""
-        return [*self.own.held, *(weights for slot in self._weights.values() for weights in slot)]
+        return [*self.own.held, *(weights for slot in self._weights.values() for weights in slot), *self.hot.held]
+
+    def are_near(self, slot: int, other: int) -> bool:
+        """Return True if the ranks of two slots hold each other's slots as a whole, not just their hot experts."""
+        sizes = self.partition.domain_sizes
+        return (
+            self.hot_level is None
+            or unflatten(slot, sizes)[self.hot_level] == (unflatten(other, sizes)[self.hot_level])
+        )
+
+    def near_to(self, slot: int, other: int) -> int:
+        """Return the slot of the rank that differs from `other` at the hot level only, where it is as `slot`."""
+        assert self.hot_level is not None
+        sizes = self.partition.domain_sizes
+        place = list(unflatten(other, sizes))
+        place[self.hot_level] = unflatten(slot, sizes)[self.hot_level]
+        return flatten(place, sizes)
+
+    @property
+    def held_experts(self) -> list[list[int]]:
+        """The global experts that this rank computes, by slot in the order of `by_slot`."""
+        return [list(self.expert_ids(slot)) for slot in self.near_slots] + [
+            self.hot.experts_in(slot) for slot in self.hot.slots
+        ]
 
     def level_between(self, slot: int, other: int) -> int:
         """Return the slowest level between the ranks of two slots."""
@@ -102,6 +134,11 @@ class Replicas:
         """Return the weights of a slot, [e * n] for each block; the own slot must have been filled."""
         if slot == self.own_slot:
             return self.own.values(trainable_only=trainable_only)
+        if slot >= len(self.domain_ranks):
+            near = slot - len(self.domain_ranks)
+            if near in self.replica_slots:  # what came over slower levels goes on
+                return self.hot.copy(slot, self.weights_by_name(near), trainable_only=trainable_only)
+            return self.hot.values(slot, trainable_only=trainable_only)
         pairs = zip(self.layout.blocks, self._weights[slot], strict=True)
         return [weights for block, weights in pairs if block.is_trainable or not trainable_only]
 
@@ -111,9 +148,13 @@ class Replicas:
 
     def weights_by_name(self, slot: int) -> list[dict[str, Tensor]]:
         """Return the weights of a slot by parameter name, for each module of `experts`."""
+        if slot >= len(self.domain_ranks):
+            return self.hot.weights_by_name(slot)
         return self.own.by_name() if slot == self.own_slot else self._views[slot]
 
     def sum_sizes(self, slot: int) -> list[tuple[int, torch.dtype]]:
+        if slot >= len(self.domain_ranks):
+            return self.hot.sum_sizes(slot)
         return [(self.layout.num_local * one.num_elements, one.dtype) for one in self.layout.trainable_blocks]
 
     def make_sums(self) -> None:
@@ -122,13 +163,19 @@ class Replicas:
 
     def sums(self, slot: int) -> list[Tensor]:
         """Return a slot's partial gradients, fp32 [e * n] for each trainable block."""
+        if slot >= len(self.domain_ranks):
+            return self.hot.sums(slot)
+        self.sum_parts(slot)
         return self._sums[slot]
 
     def sum_parts(self, slot: int) -> list[Tensor]:
-        return self.layout.parts(self._sums[slot])
+        parts = self.layout.parts(self._sums[slot])
+        self.hot.add_returned(slot, parts)
+        return parts
 
     def drop_sums(self, slot: int) -> None:
-        self.free_behind_side(self._sums.pop(slot))
+        is_hot = slot >= len(self.domain_ranks)
+        self.free_behind_side(self.hot.drop_sums(slot) if is_hot else self._sums.pop(slot))
 
     def loss_scale(self) -> float:
         return self.encoding.loss_scale()
@@ -142,26 +189,26 @@ class Replicas:
     def with_own(self, own: Sequence[Tensor]) -> list[Tensor]:
         """Return trainable weights: first `own`, or under ZeRO-3 the copy of the last shipment; then the replicas'."""
         given = self.trainable_weights([self.own_slot]) if self.own.is_partitioned else list(own)
-        return given + self.trainable_weights(self.replica_slots)
+        return given + self.trainable_weights([*self.replica_slots, *self.hot.slots])
 
     def by_slot(self, tensors: Iterable[Tensor]) -> list[list[dict[str, Tensor]]]:
-        """Return weights by [slot][module]; trainable ones are `tensors`, in the order of `with_own`."""
+        """Return weights by [slot][module], hot experts last; trainable ones are `tensors`, in order of `with_own`."""
         iterator = iter(tensors)
-        slots: list[list[dict[str, Tensor]]] = [[] for _ in self.domain_ranks]
-        for slot in (self.own_slot, *self.replica_slots):
+        slots: dict[int, list[dict[str, Tensor]]] = {slot: [] for slot in (*self.near_slots, *self.hot.slots)}
+        for slot in (self.own_slot, *self.replica_slots, *self.hot.slots):
             for held in self.weights_by_name(slot):
                 # A grouped module gets all its weights: without them it would run with ZeRO-3's hooks.
                 weights = {} if slot == self.own_slot and not self.is_grouped else dict(held)
                 weights.update({name: next(iterator) for name in self.trainable_names})
                 slots[slot].append(weights)
-        return slots
+        return list(slots.values())
 
     # -- gradients of the replicas -------------------------------------------------------------------------------
 
     def add_gradients(self, gradients: Iterable[Tensor]) -> None:
         """Add one backward's gradients of all replicas to the fp32 sums.
 
-        gradients: ordered by `replica_slots`, then `experts`, then `trainable_names`.
+        gradients: ordered by `replica_slots` and slots of hot experts, then `experts`, then `trainable_names`.
         """
         iterator = iter(gradients)
         for slot in self.replica_slots:
@@ -169,6 +216,8 @@ class Replicas:
                 self._make_sums(slot)
             for part in self.layout.by_module(self.sum_parts(slot)):
                 part.add_(next(iterator))
+        for part in (part for slot in self.hot.slots for part in self.hot.sums_by_module(slot)):
+            part.add_(next(iterator))
 
     def _make_sums(self, slot: int) -> None:
         self._sums[slot] = [self.layout.new(block, torch.float32) for block in self.layout.trainable_blocks]
@@ -184,6 +233,8 @@ class Replicas:
         """Drop all partial gradients; is_in_use: a return is under way, and goes on with zeros."""
         if not is_in_use:
             self._sums = {}
+            self.hot.forget_sums()
+        self.hot.clear_sums()
         for sums in (one for slot in self._sums.values() for one in slot):
             sums.zero_()
 
@@ -230,8 +281,8 @@ class Replicas:
 
     @property
     def sends_own_slot(self) -> bool:
-        """True if any level carries weights of the own slot unencoded."""
-        return any(self.sender_over(stage) is None for stage in self.stages)
+        """True if any level carries the weights of the whole own slot unencoded."""
+        return any(self.sender_over(stage) is None for stage in self.stages if stage.level != self.hot_level)
 
     def sender_over(self, stage: GatherStage) -> Mirror | PatchSender | None:
         """Return what encodes the owned weights for a stage; None if they go as they are."""
@@ -247,8 +298,14 @@ class Replicas:
                     if feedback.gradients.codecs[stage.level] is not None:
                         feedback.gradients.sender(stage.level, part)
 
+    def free_sent(self) -> None:
+        """Free what only a shipment needed, once it has ended."""
+        self.own.free()
+        self.hot.free()
+
     def release(self) -> None:
         self.own.release()
+        self.hot.release()
         self._weights, self._views, self._sums, self.feedback = {}, {}, {}, None
 
     def expert_ids(self, slot: int) -> range:
@@ -265,7 +322,7 @@ def _codecs_of(replicas: Replicas, changes: StepChanges, rank: int) -> ExpertCod
     home = Home(replicas.device, replicas.encoding.is_on_host)
     codecs = ExpertCodecs(replicas.slot_parts, GradientMemory(replicas.layer, gradients, home, changes, rank))
     for level in levels:
-        if (codec := weights[level]) is not None:
+        if (codec := weights[level]) is not None and level != replicas.hot_level:
             codecs.make_sender(level, codec, replicas.parts)
     for slot in replicas.replica_slots:
         if (codec := weights[replicas.level_between(replicas.own_slot, slot)]) is not None:
@@ -297,6 +354,8 @@ class WeightShipment(Gather):
         weights = replicas.own.copy() if patches is not None else []
         if patches is None and (is_sent or replicas.own.is_partitioned):
             replicas.own.fill(trainable_only=not self._is_exact)
+        own_hot = replicas.own_slot + len(replicas.domain_ranks)
+        replicas.hot.copy(own_hot, replicas.own.by_name(), trainable_only=not self._is_exact)
         if feedback is None or not feedback.senders:
             return
         with nullcontext() if streams is None else streams.aside(), feedback.counters.timing("encode_s"):

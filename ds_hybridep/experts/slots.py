@@ -5,6 +5,7 @@ A *slot* holds the experts of one rank of the domain.  Each of its blocks stores
 [e, *shape].  So a block is one message, and each parameter of all e experts is one contiguous tensor.
 """
 
+import copy
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -66,6 +67,12 @@ class SlotLayout:
         self.blocks = lay_out(experts[0], is_grouped=is_grouped)
         self.trainable_blocks = tuple(block for block in self.blocks if block.is_trainable)
         self.trainable = tuple(piece for block in self.trainable_blocks for piece in block.slices)
+
+    def resized(self, num_local: int) -> "SlotLayout":
+        """Return the layout of a slot of other experts of the same kind."""
+        other = copy.copy(self)
+        other.num_local, other.num_modules = num_local, 1 if self.is_grouped else num_local
+        return other
 
     @property
     def sum_bytes(self) -> int:

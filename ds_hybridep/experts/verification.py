@@ -30,7 +30,7 @@ def verify(migration: MigrationManager, transport: Transport, kernels: Kernels) 
             wrong = [
                 rank
                 for other, rank in enumerate(replicas.domain_ranks)
-                if not torch.equal(tables[rank][slot], tables[owner][_owners_row(replicas, slot, other)])
+                if not _is_right(replicas, tables, slot, other)
             ]
             if wrong:
                 raise VerificationError(
@@ -40,16 +40,28 @@ def verify(migration: MigrationManager, transport: Transport, kernels: Kernels) 
                 )
 
 
+def _is_right(replicas: Replicas, tables: dict[int, Tensor], slot: int, other: int) -> bool:
+    """Return True if the rank of slot `other` holds the weights of `slot` that the owner has.
+
+    Of slots that are not near to it, it holds the hot experts of a rank to which they are near.
+    """
+    ranks, num_slots = replicas.domain_ranks, len(replicas.domain_ranks)
+    if replicas.are_near(slot, other):
+        return torch.equal(tables[ranks[other]][slot], tables[ranks[slot]][_owners_row(replicas, slot, other)])
+    source = replicas.near_to(slot, other)
+    return torch.equal(tables[ranks[other]][slot + num_slots], tables[ranks[source]][slot + num_slots])
+
+
 def checksums(replicas: Replicas, kernels: Kernels) -> Tensor:
-    """Return [M + C, 2] int64 on the CPU: two sums over the bits of each slot, then of the mirror of each lossy codec.
+    """Return [2M + C, 2] int64 on the CPU: sums over the bits of each slot, of its hot experts, and of lossy mirrors.
 
     The own slot is read from the parameters.  A replica that arrives encoded is compared with its owner's mirror.
-    The function reads one parameter after the other, in place.
+    The function reads one parameter after the other, in place.  Slots that are not here have zeros.
     """
     feedback = replicas.feedback
     lossy = {} if feedback is None else feedback.lossy_replicas
     encoded_of: list[tuple[int, Replica | Mirror | None]] = [
-        (slot, lossy.get(slot)) for slot in range(len(replicas.domain_ranks))
+        (slot, lossy.get(slot)) for slot in range(2 * len(replicas.domain_ranks))
     ]
     encoded_of += [(replicas.own_slot, mirror) for mirror in (() if feedback is None else feedback.mirrors)]
     rows = []
@@ -66,6 +78,12 @@ def checksums(replicas: Replicas, kernels: Kernels) -> Tensor:
 
 def _weights_of(replicas: Replicas, slot: int, *, frozen_only: bool) -> Iterator[Tensor]:
     """Yield the weights of a slot; of the own slot its parameters, which ZeRO-3 gathers one by one."""
+    num_slots = len(replicas.domain_ranks)
+    if slot >= num_slots:
+        yield from _hot_weights_of(replicas, slot)
+        return
+    if slot not in replicas.near_slots:
+        return
     names = [piece.name for block in replicas.layout.blocks for piece in block.slices]
     names = [name for name in names if not frozen_only or name not in replicas.trainable_names]
     is_own = slot == replicas.own_slot
@@ -80,12 +98,27 @@ def _weights_of(replicas: Replicas, slot: int, *, frozen_only: bool) -> Iterator
                 yield weights[name].detach()
 
 
+def _hot_weights_of(replicas: Replicas, slot: int) -> Iterator[Tensor]:
+    """Yield the weights of a slot's hot experts, expert by expert: of a near slot those of the whole slot."""
+    near = slot - len(replicas.domain_ranks)
+    if near in replicas.near_slots:
+        if replicas.hot.copy(slot, replicas.weights_by_name(near), trainable_only=False):
+            yield from replicas.hot.values(slot, trainable_only=False)
+            replicas.hot.free()
+    else:
+        yield from replicas.hot.values(slot, trainable_only=False)
+
+
 def _owners_row(replicas: Replicas, slot: int, holder: int) -> int:
     """Return the row of the owner's checksums that the copy of `slot` on the rank of slot `holder` must equal."""
     if holder == slot or replicas.feedback is None:
         return slot
     sender = replicas.feedback.senders.get(replicas.level_between(slot, holder))
-    return len(replicas.domain_ranks) + replicas.feedback.mirrors.index(sender) if isinstance(sender, Mirror) else slot
+    return (
+        2 * len(replicas.domain_ranks) + replicas.feedback.mirrors.index(sender)
+        if isinstance(sender, Mirror)
+        else slot
+    )
 
 
 def _exchange(transport: Transport, replicas: Replicas, own: Tensor) -> dict[int, Tensor]:

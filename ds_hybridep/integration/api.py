@@ -102,7 +102,8 @@ def trace(engine: nn.Module, path: str | Path) -> AbstractContextManager[None]:
 
     The runtime names its ranges `hybridep::...`.  Transfers of weights and gradients have their own rows.
     """
-    return record_trace(attachment_of(engine).runtime.transport, path)
+    runtime = attachment_of(engine).runtime
+    return record_trace(runtime.transport, path, runtime.hot.loads)
 
 
 def site(source: Any = None) -> Site:

@@ -25,7 +25,7 @@ from ds_hybridep.sync.stages import connect, gather_stages
 from ds_hybridep.sync.transfers import StagePipeline
 from ds_hybridep.sync.undelivered import Target, stacked
 from ds_hybridep.tokens.exchange import Exchange, build_exchanges
-from ds_hybridep.tokens.layer import HybridMoE, expert_to_slot
+from ds_hybridep.tokens.layer import HeldExperts, HybridMoE
 from ds_hybridep.transport.channels import Transport
 
 # If "token_exchange" is "auto", the exchange is chosen for this number of tokens per rank.  Only the ratio of bytes to
@@ -54,11 +54,23 @@ class Facts:
 
 @dataclass(frozen=True)
 class PlannedLayer:
-    """A layer with its domains and its token exchange (None: DeepSpeed's own)."""
+    """A layer with its domains and its token exchange (None: DeepSpeed's own).
+
+    hot_level: level inside which it may have hot experts.
+    """
 
     spec: LayerSpec
     partition: Partition
     exchange: TokenExchange | None
+    hot_level: int | None = None
+
+    @property
+    def of_hot(self) -> Partition:
+        """The domains of hot experts, which are whole at `hot_level`; without one, those of all experts."""
+        partition, sizes = self.partition, list(self.partition.domain_sizes)
+        if self.hot_level is not None:
+            sizes[self.hot_level] = partition.spans[self.hot_level]
+        return Partition.build(partition.cluster, partition.group_ranks, sizes)
 
     @property
     def _blocks(self) -> Sequence[Block]:
@@ -74,6 +86,7 @@ class PlannedLayer:
             "spans": list(self.partition.spans),
             "domain_sizes": list(self.partition.domain_sizes),
             "token_exchange": self.exchange,
+            "hot_level": self.hot_level,
             "expert": [
                 [str(block.dtype), block.is_trainable, [[piece.name, list(piece.shape)] for piece in block.slices]]
                 for block in self._blocks
@@ -96,12 +109,15 @@ class PlannedLayer:
 def plan_layer(config: HybridEPConfig, spec: LayerSpec) -> PlannedLayer:
     """Return a layer with the domains and the token exchange that the settings give it."""
     partition = Partition.build(config.cluster(), spec.group_ranks, config.domain_sizes)
-    if partition.domain_size > 1:
+    hot_level = config.hot_level
+    if hot_level is not None and (partition.spans[hot_level] == 1 or config.levels[hot_level].domain_size != 1):
+        hot_level = None
+    if partition.domain_size > 1 or hot_level is not None:
         check_experts(spec)
     if config.token_exchange == "deepspeed":
         return PlannedLayer(spec, partition, None)
     if config.token_exchange != "auto":
-        return PlannedLayer(spec, partition, config.token_exchange)
+        return PlannedLayer(spec, partition, config.token_exchange, hot_level)
     row_bytes = spec.hidden * spec.sample.element_size()
     exchange = choose_exchange(
         partition,
@@ -110,7 +126,7 @@ def plan_layer(config: HybridEPConfig, spec: LayerSpec) -> PlannedLayer:
         row_bytes=row_bytes,
         num_tokens=TYPICAL_NUM_TOKENS,
     )
-    return PlannedLayer(spec, partition, exchange)
+    return PlannedLayer(spec, partition, exchange, hot_level)
 
 
 @dataclass(frozen=True)
@@ -141,7 +157,7 @@ class Builder:
             exchanges = build_exchanges(
                 route, transport, spec.group, self.kernels, spec.name, device, level_formats=formats
             )
-            stages = connect(gather_stages(layer.partition, rank), transport, spec.group, device)
+            stages = connect(gather_stages(layer.of_hot, rank, layer.hot_level), transport, spec.group, device)
             connected.append((layer, exchanges, stages))
         # 2. Memory.
         pipelines: dict[str, tuple[StagePipeline, StagePipeline]] = {}
@@ -150,8 +166,8 @@ class Builder:
             if stages:  # else every domain is one rank
                 spec = layer.spec
                 replicas = Replicas(
-                    spec.name, spec.experts, layer.partition, stages, rank, self.encoding, self.changes,
-                    is_grouped=spec.is_grouped,
+                    spec.name, spec.experts, layer.of_hot, stages, rank, self.encoding, self.changes,
+                    is_grouped=spec.is_grouped, hot_level=layer.hot_level,
                 )  # fmt: skip
                 if spec.group not in pipelines:
                     pipelines[spec.group] = StagePipeline(transport), StagePipeline(transport)
@@ -176,15 +192,14 @@ class Builder:
     ) -> HybridMoE:
         spec, partition = layer.spec, layer.partition
         experts = partition.domain_experts(partition.domain_index(self.transport.rank), spec.num_experts)
+        by_slot = [experts[first : first + spec.num_local] for first in range(0, len(experts), spec.num_local)]
         return HybridMoE(
             name=spec.name,
             experts=spec.experts,
             num_local=spec.num_local,
             exchanges=exchanges,
-            expert_to_slot=expert_to_slot(experts, spec.num_experts, spec.sample.device),
-            num_slots=partition.domain_size,
+            held=HeldExperts.of(by_slot, spec.num_experts, spec.sample.device),
             kernels=self.kernels,
-            domain_experts=tuple(experts),
             migration=migration if position >= 0 else None,
             position=position,
             call=spec.call,

@@ -20,6 +20,7 @@ from ds_hybridep.experts.codecs import ExpertCodecs
 from ds_hybridep.experts.migration import MigrationManager
 from ds_hybridep.experts.replicas import Replicas
 from ds_hybridep.integration.build import PlannedLayer
+from ds_hybridep.integration.hot_experts import HotExperts
 from ds_hybridep.sync.dense import GroupSync
 from ds_hybridep.sync.gradients import StepChanges
 from ds_hybridep.sync.undelivered import Undelivered, UndeliveredGradients, collect, kept_back_in
@@ -42,15 +43,17 @@ class CodecState:
         waiting: UndeliveredGradients,
         syncs: Mapping[str, GroupSync],
         changes: StepChanges,
+        hot: HotExperts,
     ) -> None:
         self._config, self._transport, self._planned = config, transport, planned
         self._migration, self._syncs, self._changes, self.waiting = migration, syncs, changes, waiting
+        self._hot = hot
 
     @property
     def plan(self) -> str:
         """One string of all that the state of lossy codecs depends on: levels, domains, codecs, layers and sums."""
         levels = [
-            [level.size, level.domain_size, *(codec.spec for codec in level.all_codecs)]
+            [level.size, level.domain_size, level.hot_experts, *(codec.spec for codec in level.all_codecs)]
             for level in self._config.levels
         ]
         layers = [layer.canonical() for layer in self._planned]
@@ -64,7 +67,7 @@ class CodecState:
         if self.feedbacks and self._migration.is_stale:
             self._migration.refresh()
         self._migration.finish()  # a run that resumes begins with up-to-date replicas
-        saved = self._state() if self.feedbacks or self._groups or self.waiting.is_in_use else None
+        saved = self._state() if self._has_state or self.waiting.is_in_use else None
         about = {"plan": self.plan, "step": step, "world_size": self._transport.world_size}
         write(folder, self._transport.rank, self._transport.world_size, saved and {**about, **saved})
 
@@ -75,6 +78,7 @@ class CodecState:
             "synchronised": {name: sync.memory.state_dict() for name, sync in self._groups.items()},
             "undelivered": [(one.name, one.start, one.values) for one in self.waiting.records()],
             "places": self.waiting.places(),
+            "hot_experts": self._hot.state_dict(),
         }
 
     def load(self, folder: Path, step: int) -> str:
@@ -91,6 +95,7 @@ class CodecState:
         files = sorted(folder.glob(PATTERN))
         saved = self._of_this_plan(folder, files, step)
         if saved is not None:
+            self._hot.load_state_dict(saved["hot_experts"])
             self._migration.refresh()
             for replicas in self.replicas:
                 if replicas.feedback is not None:
@@ -114,7 +119,7 @@ class CodecState:
         """Return what this rank has saved at a step under this plan; on all ranks None if there is no such file."""
         path = file_of(folder, self._transport.rank)
         with announcing_failure():
-            saved = read(path) if (self.feedbacks or self._groups) and path in files else None
+            saved = read(path) if self._has_state and path in files else None
             is_same = saved is not None and saved["plan"] == self.plan and saved["step"] == step
             missing = [] if is_same else missing_ranks(files, step)
         what = f"{PATTERN} in {folder}"
@@ -154,6 +159,10 @@ class CodecState:
             feedback.gradients.forget()
         for sync in self._syncs.values():
             sync.memory.forget()
+
+    @property
+    def _has_state(self) -> bool:
+        return bool(self.feedbacks or self._groups or self._hot.layers)
 
     @property
     def _groups(self) -> dict[str, GroupSync]:

@@ -25,6 +25,7 @@ from ds_hybridep.experts.verification import verify
 from ds_hybridep.integration.build import Builder, Facts, PlannedLayer, describe, encoding_of
 from ds_hybridep.integration.codec_state import CodecState
 from ds_hybridep.integration.dense import DENSE, DenseSync
+from ds_hybridep.integration.hot_experts import HotExperts
 from ds_hybridep.integration.patches import ENGINE, OPTIMIZER, ZERO_OPTIMIZER, Patches
 from ds_hybridep.integration.sites import SiteSync
 from ds_hybridep.integration.statistics import Statistics
@@ -74,9 +75,12 @@ class HybridRuntime:
         builder = Builder(config, transport, kernels, encoding, self._changes, facts.is_boundary)
         self.layers, self.migration = builder.build(ours)
         self.layer_stats: dict[str, LayerStats] = {name: layer.stats for name, layer in self.layers.items()}
-        self.codecs = CodecState(config, transport, planned, self.migration, waiting, self.syncs, self._changes)
         pairs = [(self.layers[layer.spec.name], layer) for layer in ours]
-        self.statistics = Statistics(transport, pairs, counts_dense=bool(self.syncs))
+        self.hot = HotExperts(config, transport, pairs)
+        self.codecs = CodecState(
+            config, transport, planned, self.migration, waiting, self.syncs, self._changes, self.hot
+        )
+        self.statistics = Statistics(transport, pairs, self.hot, counts_dense=bool(self.syncs))
 
     # -- around the optimizer step ----------------------------------------------------------------------------------
 
@@ -118,6 +122,7 @@ class HybridRuntime:
         ships: send the new weights to their replicas; False if another plan follows, which ships all weights.
         """
         self._is_stepping = self._is_committed = False
+        self.hot.after_step(was_applied=was_applied)
         if was_applied:
             self._changes.commit()
             self.migration.after_step(ships=ships)
@@ -159,6 +164,7 @@ class HybridRuntime:
             )
         self.migration.check_returned("detach")
         self.migration.finish()
+        self.hot.finish()
 
     def close(self) -> None:
         """Drop connections and replicas.  Waits for nothing, so that it can be called after an error too."""
@@ -180,6 +186,7 @@ class HybridRuntime:
         for name, stats in earlier.layer_stats.items():
             vars(self.layer_stats.setdefault(name, stats)).update(vars(stats))
         self.codecs.waiting.add(undelivered)
+        self.hot.follow(earlier.hot)
 
     # -- a load -------------------------------------------------------------------------------------------------
 

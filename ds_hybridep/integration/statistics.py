@@ -13,6 +13,7 @@ import torch
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from ds_hybridep.integration.build import PlannedLayer
+from ds_hybridep.integration.hot_experts import HotExperts
 from ds_hybridep.sync.counters import CodecSums
 from ds_hybridep.tokens.layer import HybridMoE
 from ds_hybridep.transport.channels import KINDS, Purpose, Transport
@@ -25,12 +26,19 @@ class Statistics:
     """Counters of one attached model.
 
     layers: each as it runs and as it was planned.
+    hot: the hot experts of these layers.
     counts_dense: False if DeepSpeed itself sends what several ranks hold; records then have None for kind "dense".
     """
 
     def __init__(
-        self, transport: Transport, layers: Sequence[tuple[HybridMoE, PlannedLayer]], *, counts_dense: bool
+        self,
+        transport: Transport,
+        layers: Sequence[tuple[HybridMoE, PlannedLayer]],
+        hot: HotExperts,
+        *,
+        counts_dense: bool,
     ) -> None:
+        self._hot = hot
         self._transport, self._layers, self._counts_dense = transport, list(layers), counts_dense
         self.num_steps = 0
         self._reported: tuple[int, list[float]] | None = None  # last report: steps, seconds waited by rank
@@ -50,6 +58,8 @@ class Statistics:
         Counts are sums over ranks; exposed seconds and waits are means.  "step_s", the median seconds from one step to
         the next, and "link" are rank 0's.  A layer's "codecs" is `CodecSums.record` of the sums over ranks,
         "imbalance" is max over mean of its rows per rank, and "expert_load" is max over mean of its rows per expert.
+        With hot experts, "load_before" and "load_after" are max over mean of the rows per rank in the last steps,
+        without and with the present "hot_experts".
         "slowest" is the rank that has waited least for others since the last report; it has the seconds that this rank
         waited per step, and the mean of the other ranks.
         """
@@ -78,7 +88,7 @@ class Statistics:
         tables = {name: getattr(traffic, name) for name in ("sent_bytes", "received_bytes", "sent_messages")}
         for layer, _ in self._layers:
             counts = {name: getattr(layer.stats, name) for name in ("calls", "rows_sent", "rows_computed")}
-            expert_rows = [layer.stats.expert_rows[expert] for expert in range(len(layer.expert_to_slot))]
+            expert_rows = [layer.stats.expert_rows[expert] for expert in range(len(layer.held.table))]
             sums = asdict(self._codec_sums(layer) or CodecSums())
             layers.append({**counts, "expert_rows": expert_rows, "codecs": sums})
         return {
@@ -104,7 +114,7 @@ class Statistics:
         for (layer, _), found in zip(self._layers, counters["layers"], strict=True):
             sums = CodecSums(**found["codecs"])
             codecs = sums.record(num_ranks) if any(found["codecs"].values()) else {}
-            layers.append({"name": layer.name, **found, "codecs": codecs})
+            layers.append({"name": layer.name, **found, "codecs": codecs, **self._hot.report(layer.name)})
             del layers[-1]["expert_rows"]
         exposed_s = {kind: seconds / num_ranks for kind, seconds in counters["exposed_s"].items()}
         # An earlier plan may have counted some.
@@ -204,7 +214,7 @@ def monitor_events(record: Mapping[str, Any], num_samples: int) -> list[tuple[st
         for kind, sent in level["sent_bytes"].items()
     }
     values |= {f"exposed_s/{kind}": value for kind, value in record["exposed_s"].items()}
-    for name in ("imbalance", "expert_load"):
+    for name in ("imbalance", "expert_load", "load_before", "load_after"):
         values |= {f"{name}/{layer['name']}": layer.get(name) for layer in record["layers"]}
     values |= {f"slowest/{name}": value for name, value in record.get("slowest", {}).items()}
     return [(f"HybridEP/{tag}", value, num_samples) for tag, value in values.items() if value is not None]

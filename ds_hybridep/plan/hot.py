@@ -11,7 +11,8 @@ step, and its gradients back.
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-LEAST_GAIN = 0.02  # share of the layer's expert time that hot experts must save
+LEAST_GAIN = 0.02  # share of the layer's expert time that a change must save
+TIE = 0.01  # share by which times may differ and count as equal
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,7 +27,9 @@ class HotCosts:
     copy_s: float
 
 
-def rank_loads(loads: Sequence[float], owners: Sequence[int], num_ranks: int, hot: Collection[int]) -> list[float]:
+def rank_loads(
+    loads: Sequence[float], owners: Sequence[int], num_ranks: int, hot: Collection[int] = ()
+) -> list[float]:
     """Rows that each rank of the group computes, [num_ranks]; rows of hot experts are assumed to come from all alike.
 
     loads: rows of each expert, [E]; owners: the rank of the group that owns it, [E].
@@ -46,19 +49,42 @@ def step_s(
     owned = [0] * num_ranks
     for expert in hot:
         owned[owners[expert]] += 1
-    copies = max(max(owned) * (num_ranks - 1), len(hot) - min(owned))  # sent by an owner, received by a rank
-    return max(rank_loads(loads, owners, num_ranks, hot)) * costs.row_s + copies * costs.copy_s
+    fullest = max(rank_loads(loads, owners, num_ranks, hot))
+    return fullest * costs.row_s + _num_copies(owned, len(hot)) * costs.copy_s
 
 
 def choose_hot(
-    loads: Sequence[float], owners: Sequence[int], num_ranks: int, limit: int, costs: HotCosts
+    loads: Sequence[float],
+    owners: Sequence[int],
+    num_ranks: int,
+    limit: int,
+    costs: HotCosts,
+    current: Collection[int] = (),
 ) -> tuple[int, ...]:
     """The experts that pay as hot ones, at most `limit`, in ascending order: always those with the highest loads.
 
-    The same on all ranks that call it with the same arguments.
+    The fewest whose time is within TIE of the least; none, unless they save LEAST_GAIN.  The `current` ones stay
+    unless others save LEAST_GAIN beside them.  Equal on all ranks that give equal arguments.
     """
-    ranked = sorted(range(len(loads)), key=lambda expert: (-loads[expert], expert))
-    options = [ranked[:count] for count in range(min(limit, len(loads)) + 1)]
-    seconds = [step_s(loads, owners, num_ranks, hot, costs) for hot in options]
-    best = min(range(len(options)), key=lambda count: seconds[count])
-    return tuple(sorted(options[best])) if seconds[best] < (1 - LEAST_GAIN) * seconds[0] else ()
+    ranked = sorted(range(len(loads)), key=lambda expert: (-loads[expert], expert))[:limit]
+    computed, owned, shared = rank_loads(loads, owners, num_ranks), [0] * num_ranks, 0.0
+    seconds = [max(computed) * costs.row_s]
+    for count, expert in enumerate(ranked, 1):
+        computed[owners[expert]] -= loads[expert]
+        owned[owners[expert]] += 1
+        shared += loads[expert] / num_ranks
+        seconds.append((max(computed) + shared) * costs.row_s + _num_copies(owned, count) * costs.copy_s)
+    least = min(seconds)
+    if least > (1 - LEAST_GAIN) * seconds[0]:
+        return ()
+    if len(current) in range(1, limit + 1) and (
+        (1 - LEAST_GAIN) * step_s(loads, owners, num_ranks, current, costs) <= least
+    ):
+        return tuple(sorted(current))
+    best = next(count for count, one in enumerate(seconds) if one <= least * (1 + TIE))
+    return tuple(sorted(ranked[:best]))
+
+
+def _num_copies(owned: Sequence[int], count: int) -> int:
+    """Copies over the busiest link: those that an owner sends, or those that a rank receives."""
+    return max(max(owned) * (len(owned) - 1), count - min(owned))

@@ -11,7 +11,7 @@ the opposite way.
 """
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -40,10 +40,22 @@ class GatherStage:
     gradients: Channel | None = None
 
 
-def gather_stages(partition: Partition, rank: int) -> tuple[GatherStage, ...]:
-    """Return the stages of a gather of weights as `rank` sees it, slowest level first, without channels."""
+def gather_stages(partition: Partition, rank: int, hot_level: int | None = None) -> tuple[GatherStage, ...]:
+    """Return the stages of a gather of weights as `rank` sees it, slowest level first, without channels.
+
+    hot_level: over this level, and wherever a slot has crossed it, only the slot's hot experts travel.  They have a
+        slot of their own: M + s for slot s of M.
+    """
     sizes = partition.domain_sizes
     own = partition.offset_of(rank)
+
+    def travelling(slots: Iterable[tuple[int, ...]], level: int) -> tuple[int, ...]:
+        return tuple(
+            flatten(place, sizes)
+            + (partition.domain_size if hot_level is not None and hot_level in (level, *_differing(place, own)) else 0)
+            for place in slots
+        )
+
     stages: list[GatherStage] = []
     slower: set[int] = set()
     for level, size in enumerate(sizes):
@@ -54,7 +66,7 @@ def gather_stages(partition: Partition, rank: int) -> tuple[GatherStage, ...]:
         held = []
         for offset in range(size):
             offsets[level] = (offset,)
-            held.append(tuple(flatten(place, sizes) for place in itertools.product(*offsets)))
+            held.append(travelling(itertools.product(*offsets), level))
         peers = [
             Peer(peer, sends=held[own[level]], receives=held[offset])
             for offset, peer in enumerate(partition.gather_peers(rank, level))
@@ -63,6 +75,10 @@ def gather_stages(partition: Partition, rank: int) -> tuple[GatherStage, ...]:
         stages.append(GatherStage(level, tuple(peers)))
         slower.add(level)
     return tuple(stages)
+
+
+def _differing(place: Sequence[int], other: Sequence[int]) -> list[int]:
+    return [level for level, (one, its) in enumerate(zip(place, other, strict=True)) if one != its]
 
 
 def connect(

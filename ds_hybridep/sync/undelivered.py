@@ -214,22 +214,24 @@ def collect(slots: Slots, ranks: Sequence[int], transport: Transport, num_ranks:
     assert (feedback := slots.feedback) is not None, f"{slots.layer}: nothing is lossy"
     gradients = feedback.gradients
     gradients.home.wait()
-    held = []  # by slot, flat
-    for parts in feedback.parts:
+    held = {}  # by slot, flat
+    for slot, parts in enumerate(feedback.parts):
+        if not parts:
+            continue  # only hot experts of it are here
         found = [torch.zeros(part.fp32_bytes // 4, device=slots.device) for part in parts]
         for stage in slots.stages:
             for total, part in zip(found, parts, strict=True):
                 if (kept := gradients.sent.get((stage.level, part.pieces[0][0]))) is not None:
                     total += gradients.value(kept).view(-1)
-        held.append(torch.cat(found))
+        held[slot] = torch.cat(found)
     gradients.forget()
     own = slots.own_slot
     total = held[own]
-    others = [slot for slot in range(len(ranks)) if slot != own]
+    others = [slot for slot in held if slot != own]
     sent = [(ranks[slot], held[slot]) for slot in others]
     arrived = [(ranks[slot], torch.empty_like(total)) for slot in others]
     purpose = Purpose("expert_gradients", "hand-over of residuals", slots.layer)
-    transport.channel("hand_over", ranks).start(sent, arrived, purpose).wait()
+    transport.channel("hand_over", [ranks[slot] for slot in held]).start(sent, arrived, purpose).wait()
     total = sum((one for _, one in arrived), total) / num_ranks  # in the order of ranks: the same sum every time
     pieces = [piece for part in feedback.parts[own] for piece in part.pieces]
     values = total.split([size for _, size in pieces])

@@ -81,6 +81,25 @@ def call_expert(expert: nn.Module, weights: dict[str, Tensor], rows: Tensor, _co
     return output.reshape(rows.shape)
 
 
+@dataclass
+class HeldExperts:
+    """The experts that this rank computes in one layer; hot experts change it.
+
+    by_slot: global experts, in the order of the replicas' slots.
+    table: [E] int32, the place of each expert in that order, -1 for those that other ranks compute.
+    """
+
+    by_slot: Sequence[Sequence[int]]
+    table: Tensor
+
+    @classmethod
+    def of(cls, by_slot: Sequence[Sequence[int]], num_experts: int, device: torch.device) -> "HeldExperts":
+        table = torch.full((num_experts,), -1, dtype=torch.int32)
+        experts = [expert for slot in by_slot for expert in slot]
+        table[experts] = torch.arange(len(experts), dtype=torch.int32)
+        return cls(by_slot, table.to(device))
+
+
 @dataclass(frozen=True)
 class HybridMoE:
     """Routed experts of one layer: dispatch, experts, combine."""
@@ -89,10 +108,8 @@ class HybridMoE:
     experts: tuple[nn.Module, ...]  # modules of this rank's e experts, one each or one for all
     num_local: int  # e
     exchanges: tuple[Exchange, ...]  # slowest level first; empty if all experts are in this rank's domain
-    expert_to_slot: Tensor  # [E] int32, slot * e + local index of each expert of this rank's domain, else -1
-    num_slots: int  # M
+    held: HeldExperts
     kernels: Kernels
-    domain_experts: tuple[int, ...] = ()  # global experts of this rank's domain, in the order of slots
     migration: MigrationManager | None = None  # None if every domain is one rank
     position: int = -1  # of this layer in `migration.layers`
     # Runs one of `experts`, with weights that replace its own, on rows ordered and counted by expert.
@@ -128,24 +145,28 @@ class HybridMoE:
         if self.migration is not None:
             self.migration.layers[self.position].finish_shipment()
         with profiler_range("experts", self.name):
-            plan = self.kernels.plan_routes(row_idx, self.expert_to_slot, self.num_slots * self.num_local)
+            held = [expert for slot in self.held.by_slot for expert in slot]
+            plan = self.kernels.plan_routes(row_idx, self.held.table, len(held))
             splits = plan.rows_per_destination.tolist()
             self.stats.rows_computed += sum(splits)
-            self.stats.expert_rows.update(dict(zip(self.domain_experts, splits, strict=False)))
+            self.stats.expert_rows.update(dict(zip(held, splits, strict=True)))
             expert_rows = permute_to_experts(rows, plan, self.kernels)
             if self.weighs_inputs:
                 expert_rows = weigh_rows(expert_rows, row_weights, plan)
                 row_weights = torch.ones_like(row_weights)
-            # Split the rows by module.  A module is one expert, or all experts of a slot.
-            per_module = self.num_local // len(self.experts)
-            counts = [splits[first : first + per_module] for first in range(0, len(splits), per_module)]
+            # Split the rows by call.  A call is of one expert, or of all experts of a slot.
+            is_grouped = len(self.experts) < self.num_local
+            counts: list[list[int]] = []
+            for slot in self.held.by_slot:
+                of_slot, splits = splits[: len(slot)], splits[len(slot) :]
+                counts += [of_slot] if is_grouped else [[count] for count in of_slot]
+            weights = [{} for _ in counts] if replicas is None else [one for slot in replicas for one in slot]
             chunks = expert_rows.split([sum(count) for count in counts])
             outputs: list[Tensor] = []
             with self._computing_experts():
-                for slot in range(self.num_slots):
-                    for module_idx, module in enumerate(self.experts):
-                        weights = replicas[slot][module_idx] if replicas is not None else {}
-                        outputs.append(self.call(module, weights, chunks[len(outputs)], counts[len(outputs)]))
+                for at, (chunk, count) in enumerate(zip(chunks, counts, strict=True)):
+                    module = self.experts[at % len(self.experts)]  # hot experts have all weights of their own
+                    outputs.append(self.call(module, weights[at], chunk, count))
             partial_sums = weighted_sum(torch.cat(outputs), row_weights, plan, self.kernels)
         return partial_sums
 
@@ -173,13 +194,6 @@ class HybridMoE:
             self.stats.was_recorded = torch.is_grad_enabled()
             num_exchanges = 4 if torch.is_grad_enabled() else 2
         self.stats.plain_rows = self.stats.plain_rows + num_exchanges * rows
-
-
-def expert_to_slot(domain_experts: Sequence[int], num_experts: int, device: torch.device) -> Tensor:
-    """Return [E] int32: the index of each expert in `domain_experts`, -1 for experts of other domains."""
-    table = torch.full((num_experts,), -1, dtype=torch.int32)
-    table[list(domain_experts)] = torch.arange(len(domain_experts), dtype=torch.int32)
-    return table.to(device)
 
 
 # ---- the path of a token ----

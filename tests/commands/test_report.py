@@ -139,3 +139,12 @@ def test_step_time_and_loads_are_shown():
     text = format_run_record({**RECORD, "step_s": 0.25, "layers": [layer]})
     assert "mean of 10 steps, 250 ms each" in text
     assert text.splitlines()[-1].split() == ["blocks.0", "1.25", "1.75"]
+
+
+def test_hot_experts_are_shown_beside_the_loads():
+    layer = {"name": "blocks.0", "codecs": {}, "imbalance": 1.25, "expert_load": 1.75}
+    hot = {"hot_experts": [3, 5], "hot_changes": 2, "load_before": 2.5, "load_after": 1.125}
+    unknown = {"hot_experts": [], "hot_changes": 0, "load_before": None, "load_after": None}
+    lines = format_run_record({**RECORD, "layers": [{**layer, **hot}, {**layer, **unknown}]}).splitlines()
+    assert lines[-2].split() == ["blocks.0", "1.25", "1.75", "1.12", "2.50", "3,", "5", "2"]
+    assert lines[-1].split() == ["blocks.0", "1.25", "1.75", "-", "-", "none", "0"]

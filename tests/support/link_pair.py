@@ -84,6 +84,7 @@ class Proxy:
         self._flows.set()
         self.heard: list[bytes] = []  # the first bytes that each dialler said
         self.num_accepted = 0
+        self._lock, self._is_closed = threading.Lock(), False
         threading.Thread(target=self._accept, daemon=True).start()
 
     def _accept(self) -> None:
@@ -92,17 +93,23 @@ class Proxy:
                 inner, _ = self._listener.accept()
                 self.num_accepted += 1
                 if not self._flows.is_set():
-                    self._pairs.append((inner, inner))
+                    self._add(inner, inner)
                     continue
                 try:
                     outer = socket.create_connection(self._target)
                 except OSError:  # the target has ended
                     inner.close()
                     continue
-                self._pairs.append((inner, outer))
+                self._add(inner, outer)
                 self.heard.append(b"")
                 for source, sink, at in ((inner, outer, len(self.heard) - 1), (outer, inner, None)):
                     threading.Thread(target=self._pump, args=(source, sink, at), daemon=True).start()
+
+    def _add(self, inner: socket.socket, outer: socket.socket) -> None:
+        with self._lock:
+            self._pairs.append((inner, outer))
+        if self._is_closed:  # `close` may have come before this pair
+            self.reset()
 
     def _pump(self, source: socket.socket, sink: socket.socket, at: int | None) -> None:
         with contextlib.suppress(OSError):
@@ -118,7 +125,8 @@ class Proxy:
 
     def reset(self) -> None:
         """Break all connections, as a router does that has forgotten them."""
-        pairs, self._pairs = self._pairs, []
+        with self._lock:
+            pairs, self._pairs = self._pairs, []
         for sock in (sock for pair in pairs for sock in pair):
             with contextlib.suppress(OSError):
                 sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
@@ -134,6 +142,7 @@ class Proxy:
         self._flows.set()
 
     def close(self) -> None:
+        self._is_closed = True
         self._listener.close()
         self.reset()
 

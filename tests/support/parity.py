@@ -81,6 +81,8 @@ class Case:
     kernels: str | None = None
     dense_sync: str | None = None
     token_codec: str | None = None  # over the first level
+    hot_experts: int = 0
+    hot_level: int = -1
 
     @property
     def world_size(self) -> int:
@@ -111,6 +113,8 @@ class Case:
             kernels=None,
             dense_sync=None,
             token_codec=None,
+            hot_experts=0,
+            hot_level=-1,
         )
 
     def ds_config(self, *, with_block: bool) -> dict[str, Any]:
@@ -161,6 +165,8 @@ class Case:
         ]
         if self.token_codec is not None:
             levels[0]["token_codec"] = self.token_codec
+        if self.hot_experts:
+            levels[self.hot_level]["hot_experts"] = self.hot_experts
         asked = {"token_exchange": self.token_exchange, "dense_sync": self.dense_sync}
         advanced = {"prefetch_depth": self.prefetch_depth, "kernels": self.kernels}
         return {
@@ -607,7 +613,8 @@ def _byte_problems(case: Case, stats: Sequence[dict[str, Any]]) -> Iterable[str]
             for kind in ("tokens", "expert_weights", "expert_gradients", "dense", "control")
         }
         is_ours = case.token_exchange != "deepspeed"
-        has_tokens, has_experts = trains and domain_size < span and is_ours, domain_size > 1
+        has_hot = case.hot_experts > 0 and index == case.hot_level % len(case.levels)
+        has_tokens, has_experts = trains and domain_size < span and is_ours, domain_size > 1 or has_hot
         has_dense = case.dense_sync != "deepspeed" and case.zero_stage < 3 and size > 1
         expected = {
             "tokens": has_tokens,

@@ -47,6 +47,7 @@ class ToyConfig:
     # "learned": as in any model. "by_token": fixed features give each token a wide preference for certain experts, so
     # that bf16 rounding moves none from one expert to another, which would drown everything that a test could see.
     routing: Literal["learned", "by_token"] = "learned"
+    drift: int = 0  # steps after which other two tokens are the only ones; 0: all tokens, always
     starved_experts: tuple[int, ...] = ()  # global ids that no token is ever routed to
 
 
@@ -212,4 +213,6 @@ def batch(
     """Tokens and targets [num_sequences, S] int64 of one micro-step of one rank; the targets can be learnt."""
     generator = torch.Generator().manual_seed(zlib.crc32(f"{seed}/{step}/{micro_step}/{rank}".encode()))
     tokens = torch.randint(config.vocab, (num_sequences, config.sequence), generator=generator)
+    if config.drift:
+        tokens = tokens % 2 + 2 * (step // config.drift)
     return tokens, (3 * tokens + 1) % config.vocab

@@ -1,0 +1,158 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Replicas of hot experts: those experts of other ranks of a level that this rank computes for its own tokens.
+
+Next to its M slots, a layer has a slot M + s for the hot experts of slot s.  If this rank holds slot s as a whole (it
+is *near*), slot M + s is a copy on its way to other ranks, or what came back from them.  Else it is the replica:
+
+    weights  [h * n]  of the h hot experts of a slot, for each block of `experts.slots`
+    sums     [h * n]  fp32 partial gradients, from a step's first gradients until they were sent
+"""
+
+from collections.abc import Collection, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from ds_hybridep.experts.slots import SlotLayout
+
+
+class HotReplicas:
+    """The hot experts of one layer on this rank; there are none at first.
+
+    Args:
+        layout: of a whole slot.
+        experts: by slot s < M, the global experts in it.
+        near: the slots that this rank holds as a whole.
+    """
+
+    def __init__(self, layout: SlotLayout, experts: Sequence[range], near: Collection[int]) -> None:
+        self._layout, self._experts, self._near = layout, experts, near
+        self.version = 0  # grows with every change of the choice
+        self.experts: tuple[int, ...] = ()
+        self._local: dict[int, Tensor] = {}  # by slot, places of the hot experts in its whole slot
+        self._layouts: dict[int, SlotLayout] = {}
+        self._weights: dict[int, list[Tensor]] = {}
+        self._views: dict[int, list[dict[str, Tensor]]] = {}
+        self._copies: dict[int, list[Tensor]] = {}
+        self._sums: dict[int, list[Tensor]] = {}
+
+    def choose(self, experts: Sequence[int]) -> None:
+        """Make these experts of the slots the hot ones.  No gradients may wait, and their weights must come next."""
+        assert not self._sums, "gradients of hot experts have not returned"
+        self.experts, self.version = tuple(experts), self.version + 1
+        hot, num_slots = set(experts), len(self._experts)
+        local = {
+            num_slots + slot: [at for at, expert in enumerate(ids) if expert in hot]
+            for slot, ids in enumerate(self._experts)
+        }
+        device = self._layout.device
+        self._copies = {}
+        self._local = {slot: torch.tensor(places, device=device) for slot, places in local.items() if places}
+        self._layouts = {slot: self._layout.resized(len(places)) for slot, places in self._local.items()}
+        far = [slot for slot in self._local if slot - num_slots not in self._near]
+        self._weights = {slot: [*map(self._layouts[slot].new, self._layout.blocks)] for slot in far}
+        self._views = {slot: self._layouts[slot].by_name(weights) for slot, weights in self._weights.items()}
+
+    # -- what a rank computes ---------------------------------------------------------------------------------------
+
+    @property
+    def slots(self) -> tuple[int, ...]:
+        """Slots of replicas, in ascending order."""
+        return tuple(self._weights)
+
+    def experts_in(self, slot: int) -> list[int]:
+        """Return the global experts in a slot, in the order of its weights."""
+        return [self._experts[slot - len(self._experts)][at] for at in self._local[slot].tolist()]
+
+    def weights_by_name(self, slot: int) -> list[dict[str, Tensor]]:
+        """Return the weights of a replica by parameter name: for each expert, or once if experts are grouped."""
+        return self._views[slot]
+
+    # -- weights that travel ----------------------------------------------------------------------------------------
+
+    def copy(self, slot: int, weights: Sequence[Mapping[str, Tensor]], *, trainable_only: bool) -> list[Tensor]:
+        """Return a copy of the hot experts of a near slot, [h * n] for each block, kept until `free`.
+
+        slot: M + s; weights: of slot s, as `Replicas.weights_by_name` returns them.
+        """
+        if slot not in self._local:
+            return []
+        layout, places = self._layouts[slot], self._local[slot]
+        copied = [layout.new(one) for one in (layout.trainable_blocks if trainable_only else layout.blocks)]
+        into = layout.by_name(copied, trainable_only=trainable_only)
+        if layout.is_grouped:
+            for name, place in into[0].items():
+                torch.index_select(weights[0][name].detach(), 0, places, out=place)
+        else:
+            for one, at in zip(into, places.tolist(), strict=True):
+                for name, place in one.items():
+                    place.copy_(weights[at][name].detach())
+        self._copies[slot] = copied
+        return copied
+
+    def values(self, slot: int, *, trainable_only: bool) -> list[Tensor]:
+        """Return the weights of a slot, [h * n] for each block; of a near one, the copy."""
+        if slot in self._weights:
+            pairs = zip(self._layout.blocks, self._weights[slot], strict=True)
+            return [weights for block, weights in pairs if block.is_trainable or not trainable_only]
+        return self._copies.get(slot, [])
+
+    def free(self) -> None:
+        """Free the copies once they were sent."""
+        self._copies = {}
+
+    # -- gradients --------------------------------------------------------------------------------------------------
+
+    def sum_sizes(self, slot: int) -> list[tuple[int, torch.dtype]]:
+        """Return the elements of each message of sums, and their type."""
+        if slot not in self._layouts:
+            return []
+        layout = self._layouts[slot]
+        return [(layout.num_local * one.num_elements, one.dtype) for one in layout.trainable_blocks]
+
+    def sums(self, slot: int) -> list[Tensor]:
+        """Return the sums of a slot, fp32 [h * n] for each trainable block, made at the first call."""
+        if slot not in self._layouts:
+            return []
+        if slot not in self._sums:
+            layout = self._layouts[slot]
+            self._sums[slot] = [layout.new(block, torch.float32) for block in layout.trainable_blocks]
+        return self._sums[slot]
+
+    def sums_by_module(self, slot: int) -> list[Tensor]:
+        """Return the sums of a replica, [*shape] by expert and parameter, or [h, *shape] if experts are grouped."""
+        layout = self._layouts[slot]
+        return layout.by_module(layout.parts(self.sums(slot)))
+
+    def drop_sums(self, slot: int) -> list[Tensor]:
+        """Forget the sums of a slot, and return them."""
+        return self._sums.pop(slot, [])
+
+    def add_returned(self, slot: int, totals: Sequence[Tensor]) -> None:
+        """Add what came back for the hot experts of near slot s to its sums [e, *shape], and forget it."""
+        slot += len(self._experts)
+        if returned := self._sums.pop(slot, None):
+            for total, part in zip(totals, self._layouts[slot].parts(returned), strict=True):
+                total.index_add_(0, self._local[slot], part)
+
+    def clear_sums(self) -> None:
+        """Set all sums to zero."""
+        for total in (one for slot in self._sums.values() for one in slot):
+            total.zero_()
+
+    def forget_sums(self) -> None:
+        """Forget all sums."""
+        self._sums = {}
+
+    # -- memory -----------------------------------------------------------------------------------------------------
+
+    @property
+    def held(self) -> list[Tensor]:
+        """All tensors that have memory now."""
+        groups = (*self._weights.values(), *self._copies.values(), *self._sums.values())
+        return [tensor for group in groups for tensor in group]
+
+    def release(self) -> None:
+        """Free everything."""
+        self.forget_sums()
+        self.choose(())

@@ -1,0 +1,275 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Chooses the hot experts of a plan's layers, by loads that all ranks know one step later.
+
+step s        every rank counts the rows of each expert that it computes, and sends the counts while step s + 1 runs
+step s + 1    all ranks add them up, smooth them, and choose the same experts; their weights leave with all others
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ds_hybridep.adaptive.meter import memory_left, ranks_on_host
+from ds_hybridep.adaptive.probe import LinkProbe
+from ds_hybridep.adaptive.rates import expert_params, measure_experts
+from ds_hybridep.config import AUTO, HybridEPConfig
+from ds_hybridep.experts.migration import LayerExperts
+from ds_hybridep.integration.build import PlannedLayer
+from ds_hybridep.integration.log import warn_once
+from ds_hybridep.plan.costs import ranks_below
+from ds_hybridep.plan.hot import HotCosts, choose_hot, rank_loads
+from ds_hybridep.plan.token_route import build_route
+from ds_hybridep.tokens.layer import HeldExperts, HybridMoE
+from ds_hybridep.transport.channels import Purpose, Transfer, Transport
+
+SMOOTHING = 0.5  # share of the newest step in the smoothed loads
+MEMORY_SHARE = 1 / 8  # of the free memory, if the user gives no limit
+PROBE_LIMIT_S = 1.0  # for measuring the link of the level
+# A number of hot experts that a user gives is not weighed against the time of the copies.
+ROWS_ONLY = HotCosts(row_s=1.0, copy_s=0.0)
+
+
+class HotLayer:
+    """The hot experts of one layer."""
+
+    def __init__(self, layer: HybridMoE, planned: PlannedLayer, rank: int) -> None:
+        assert layer.migration is not None
+        assert planned.hot_level is not None
+        self.layer, self.spec, self.partition = layer, planned.spec, planned.partition
+        self.experts: LayerExperts = layer.migration.layers[layer.position]
+        self.loads: list[float] = []  # smoothed rows per step, by expert; empty before the first counts
+        self._counted = [0] * planned.spec.num_experts
+        of_hot, level = planned.of_hot, planned.hot_level
+        self.num_ranks = self.partition.spans[level]
+        positions = [self.partition.position_of(owner)[level] for owner in self.spec.group_ranks]
+        self._owners = [position for position in positions for _ in range(self.spec.num_local)]
+        domains = [of_hot.domain_index(owner) for owner in self.spec.group_ranks]
+        self._domains = [
+            [expert for expert in range(self.spec.num_experts) if domains[expert // self.spec.num_local] == domain]
+            for domain in range(of_hot.num_domains)
+        ]
+        self._own_domain = of_hot.domain_index(rank)
+        self.choices: list[tuple[int, ...]] = [() for _ in self._domains]
+        self.num_changes = 0
+        # Where rows of an expert go: by exchange, if the expert is not hot, and if it is.
+        assert planned.exchange is not None
+        route = {stage.level: stage for stage in build_route(of_hot, rank, self.spec.num_experts, planned.exchange)}
+        self._tables: list[tuple[Tensor, Tensor]] = []
+        levels = [None] if planned.exchange == "direct" else [
+            at for at, count in enumerate(self.partition.domain_counts) if count > 1
+        ]  # fmt: skip
+        for exchange, at in zip(layer.exchanges, levels, strict=True):
+            hot = [exchange.self_index] * self.spec.num_experts
+            if (stage := route.get(at)) is not None:
+                hot = [exchange.ranks.index(stage.ranks[to]) for to in stage.expert_to_destination]
+            self._tables.append((exchange.expert_to_destination.cpu(), torch.tensor(hot, dtype=torch.int32)))
+
+    @property
+    def expert_bytes(self) -> int:
+        """Bytes of the replica of one expert, with its gradients."""
+        layout = self.experts.replicas.layout
+        weights = sum(block.num_elements * block.dtype.itemsize for block in layout.blocks)
+        return weights + layout.sum_bytes // layout.num_local
+
+    def take_counts(self) -> list[int]:
+        """Return the rows of each expert that this rank has computed since the last call."""
+        rows = self.layer.stats.expert_rows
+        now = [rows[expert] for expert in range(self.spec.num_experts)]
+        counts = [count - before for count, before in zip(now, self._counted, strict=True)]
+        self._counted = now
+        return counts
+
+    def add_counts(self, counts: Sequence[float]) -> None:
+        """Smooth the loads with the rows of a step, summed over all ranks."""
+        if any(counts):
+            before = self.loads or counts
+            pairs = zip(before, counts, strict=True)
+            self.loads = [(1 - SMOOTHING) * load + SMOOTHING * count for load, count in pairs]
+
+    def choose(self, limit: int, costs: HotCosts) -> list[tuple[int, ...]]:
+        """Return the choice for each domain of hot experts; equal on all ranks."""
+        return [
+            tuple(experts[at] for at in choose_hot(
+                [self.loads[expert] / self.partition.domain_size for expert in experts],
+                [self._owners[expert] for expert in experts],
+                self.num_ranks, limit, costs, [experts.index(one) for one in current],
+            ))
+            for experts, current in zip(self._domains, self.choices, strict=True)
+        ]  # fmt: skip
+
+    def apply(self, choices: Sequence[tuple[int, ...]]) -> None:
+        """Replace the hot experts, and send rows accordingly.  Their weights must be shipped next."""
+        if list(choices) == self.choices:
+            return
+        if choices[self._own_domain] != self.choices[self._own_domain]:
+            self.experts.choose_hot(choices[self._own_domain])
+            replicas, layer = self.experts.replicas, self.layer
+            made = HeldExperts.of(replicas.held_experts, self.spec.num_experts, replicas.device)
+            layer.held.by_slot, layer.held.table = made.by_slot, made.table
+        self.choices, self.num_changes = list(choices), self.num_changes + 1
+        hot = [expert for choice in choices for expert in choice]
+        for exchange, (cold_table, hot_table) in zip(self.layer.exchanges, self._tables, strict=True):
+            table = cold_table.clone()
+            table[hot] = hot_table[hot]
+            exchange.expert_to_destination = table.to(exchange.expert_to_destination.device)
+
+    def report(self) -> dict[str, Any]:
+        """Return the hot experts, the changes so far, and max over mean of the rows per rank without and with them."""
+        hot = sorted(expert for choice in self.choices for expert in choice)
+        record = {"hot_experts": hot, "hot_changes": self.num_changes, "load_before": None, "load_after": None}
+        if not self.loads:
+            return record
+        mean = sum(self.loads) / (self.num_ranks * len(self._domains))
+        fullest = []
+        for chosen in ([()] * len(self._domains), self.choices):
+            of_ranks = [
+                rank_loads(
+                    [self.loads[expert] for expert in experts], [self._owners[expert] for expert in experts],
+                    self.num_ranks, [experts.index(one) for one in choice],
+                )
+                for experts, choice in zip(self._domains, chosen, strict=True)
+            ]  # fmt: skip
+            fullest.append(max(map(max, of_ranks)) / max(mean, 1e-30))
+        return {**record, "load_before": fullest[0], "load_after": fullest[1]}
+
+
+class HotExperts:
+    """The hot experts of all layers of one plan; all ranks must make the same calls.
+
+    layers: each as it runs and as it was planned.
+    """
+
+    def __init__(
+        self, config: HybridEPConfig, transport: Transport, layers: Sequence[tuple[HybridMoE, PlannedLayer]]
+    ) -> None:
+        self._config, self._transport = config, transport
+        self.layers = {
+            layer.name: HotLayer(layer, planned, transport.rank)
+            for layer, planned in layers
+            if planned.hot_level is not None
+        }
+        self._groups: dict[tuple[int, ...], list[HotLayer]] = {}
+        for one in self.layers.values():
+            self._groups.setdefault(one.spec.group_ranks, []).append(one)
+        for ranks in self._groups:
+            self._channel(ranks)
+        self._limit_and_costs: tuple[int, HotCosts] | None = None  # measured after the first step
+        self._under_way: list[tuple[Transfer, dict[int, Tensor], list[HotLayer]]] = []
+
+    def after_step(self, *, was_applied: bool) -> None:
+        """Call after each optimizer step, before weights are shipped; an applied one may change the hot experts."""
+        if not self.layers:
+            return
+        self._take()
+        for ranks, layers in self._groups.items():
+            self._send(ranks, layers)
+        if was_applied:
+            if self._limit_and_costs is None:
+                self._limit_and_costs = self._measure()
+            for one in self.layers.values():
+                if one.loads:
+                    one.apply(one.choose(*self._limit_and_costs))
+
+    def finish(self) -> None:
+        """Wait for counts that are under way."""
+        self._take()
+
+    # -- loads ------------------------------------------------------------------------------------------------------
+
+    def _channel(self, ranks: tuple[int, ...]) -> Any:
+        return self._transport.channel("loads", ranks, background=True)
+
+    def _send(self, ranks: tuple[int, ...], layers: list[HotLayer]) -> None:
+        own = torch.tensor([count for one in layers for count in one.take_counts()], dtype=torch.float64)
+        counts = {rank: own if rank == self._transport.rank else torch.empty_like(own) for rank in ranks}
+        others = [rank for rank in ranks if rank != self._transport.rank]
+        purpose = Purpose("control", "loads of experts")
+        sends, receives = [(rank, own) for rank in others], [(rank, counts[rank]) for rank in others]
+        self._under_way.append((self._channel(ranks).start(sends, receives, purpose), counts, layers))
+
+    def _take(self) -> None:
+        for transfer, counts, layers in self._under_way:
+            transfer.wait()
+            total = torch.stack([counts[rank] for rank in sorted(counts)]).sum(0).tolist()
+            for one in layers:
+                one.add_counts(total[: one.spec.num_experts])
+                del total[: one.spec.num_experts]
+        self._under_way = []
+
+    # -- what hot experts cost --------------------------------------------------------------------------------------
+
+    def _measure(self) -> tuple[int, HotCosts]:
+        """Return the most hot experts of a layer, and what decides whether they pay."""
+        layers, at = list(self.layers.values()), self._config.hot_level
+        assert at is not None
+        level, spec = self._config.levels[at], layers[0].spec
+        wanted, gigabytes = level.hot_experts, level.hot_memory_gb
+        if wanted != AUTO and gigabytes is None:
+            return int(wanted), ROWS_ONLY
+        of_all = sum(one.expert_bytes for one in layers)  # one hot expert in every layer
+        if wanted != AUTO and gigabytes is not None:
+            limit = min(int(wanted), math.floor(gigabytes * 1e9 / of_all))
+            if limit < int(wanted):
+                warn_once(
+                    f"hybridep.levels[{at}].hot_experts is {wanted}, but hot_memory_gb {gigabytes} has room for "
+                    f"{limit} in each layer ({of_all / 1e9:.3g} GB for one in all {len(layers)} layers)"
+                )
+            return limit, ROWS_ONLY
+        probe = LinkProbe(self._transport, spec.sample.device)
+        cluster = probe.cluster
+        if cluster.levels[at].link.bandwidth_bytes_per_s is None:
+            measured = probe.measure(at, limit_s=PROBE_LIMIT_S)
+            cluster = type(cluster)((*cluster.levels[:at], measured, *cluster.levels[at + 1 :]))
+        rates = measure_experts(spec, probe, cluster)
+        free_bytes, _ = memory_left(spec.sample.device, ranks_on_host(probe))
+        left = min(row[0] for row in probe.table([free_bytes]))
+        most_bytes = MEMORY_SHARE * left if gigabytes is None else gigabytes * 1e9
+        rate = (cluster.levels[at].link.bandwidth_bytes_per_s or math.inf) / ranks_below(cluster)[at]
+        travels = 2 * expert_params(spec, trainable_only=True) * spec.sample.element_size() * rates.wire_factor
+        costs = HotCosts(row_s=6.0 * expert_params(spec) / rates.flops_per_s, copy_s=travels / rate)
+        return math.floor(most_bytes / of_all), costs
+
+    # -- other plans, checkpoints -----------------------------------------------------------------------------------
+
+    def follow(self, earlier: "HotExperts") -> None:
+        """Go on with the loads that an earlier plan has measured."""
+        for name, one in self.layers.items():
+            if name in earlier.layers:
+                one.loads = list(earlier.layers[name].loads)
+            one.take_counts()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the choice and what it rests on; counts under way are added first."""
+        self._take()
+        costs = self._limit_and_costs
+        return {
+            "costs": None if costs is None else [costs[0], costs[1].row_s, costs[1].copy_s],
+            "layers": {
+                name: {"loads": list(one.loads), "choices": [list(choice) for choice in one.choices]}
+                for name, one in self.layers.items()
+            },
+        }
+
+    def load_state_dict(self, saved: Mapping[str, Any]) -> None:
+        """Restore what `state_dict` returned under the same plan, before weights are shipped."""
+        self._take()
+        if saved["costs"] is not None:
+            limit, row_s, copy_s = saved["costs"]
+            self._limit_and_costs = int(limit), HotCosts(row_s=row_s, copy_s=copy_s)
+        for name, kept in saved["layers"].items():
+            one = self.layers[name]
+            one.loads = list(kept["loads"])
+            one.take_counts()  # rows of before the load
+            one.apply([tuple(choice) for choice in kept["choices"]])
+
+    def loads(self) -> dict[str, dict[str, float]]:
+        """Return max over mean of the rows per rank by layer, without and with its hot experts, once it is known."""
+        found = {name: one.report() for name, one in self.layers.items() if one.loads}
+        return {name: {key: one[key] for key in ("load_before", "load_after")} for name, one in found.items()}
+
+    def report(self, name: str) -> dict[str, Any]:
+        """Return what `HotLayer.report` does; empty for a layer that cannot have hot experts."""
+        return self.layers[name].report() if name in self.layers else {}

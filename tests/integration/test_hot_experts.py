@@ -1,0 +1,200 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Training with hot experts gives what unmodified DeepSpeed gives, while the hot experts change."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from checkpoints import resume_in_a_fresh_engine
+from deepspeed import comm as dist
+from marks import slow
+from parity import FP32_TOLERANCE, Case, assert_parity, levels_of
+from process_pool import ProcessPool
+from toy_model import ToyConfig
+from training import block_of, engine_of, train
+
+import ds_hybridep
+from ds_hybridep.commands.record import format_run_record
+from ds_hybridep.errors import VerificationError
+
+pytestmark = [pytest.mark.dist, pytest.mark.timeout(240)]
+
+FEW = ToyConfig(routing="by_token", drift=2, drop_tokens=False)  # few experts get all tokens, other ones later
+
+
+# -- in the workers ---------------------------------------------------------------------------------------------
+
+
+def losses_over(case: Case, blocks: list[dict[str, Any]], steps: int) -> list[float]:
+    """Losses of `steps` optimizer steps under each block in turn; none: without one."""
+    with engine_of(case, with_block=bool(blocks), hybridep=blocks[0] if blocks else None) as engine:
+        losses = train(engine, case, 0, steps)
+        for at, block in enumerate(blocks[1:], 1):
+            ds_hybridep.replan(engine, block_of(case, **block))
+            losses += train(engine, case, at * steps, steps)
+        return losses
+
+
+def with_levels(case: Case, **settings: Any) -> dict[str, Any]:
+    """The block of a case, with other settings of the last level."""
+    levels = case.ds_config(with_block=True)["hybridep"]["levels"]
+    return {"levels": [*levels[:-1], {**levels[-1], **settings}], "advanced": {"verify_interval": 1}}
+
+
+def change_a_replica(case: Case, place: int) -> str:
+    """The error of a step after the first rank that has a replica of a hot expert has changed it."""
+    with engine_of(case, with_block=True, hybridep=with_levels(case)) as engine:
+        train(engine, case, 0, 2)
+        runtime = engine.__dict__["_hybridep_attachment"].runtime
+        runtime.migration.finish_shipments()
+        replicas = runtime.migration.layers[place].replicas
+        holders = [None] * dist.get_world_size()
+        dist.all_gather_object(holders, len(replicas.hot.slots))
+        assert any(holders)
+        if dist.get_rank() == next(rank for rank, count in enumerate(holders) if count):
+            replicas.hot.values(replicas.hot.slots[0], trainable_only=False)[0].add_(1.0)
+        try:
+            train(engine, case, 2, 1)
+        except VerificationError as error:
+            return str(error)
+        return ""
+
+
+def report_and_trace(case: Case, folder: str) -> tuple[dict[str, Any] | None, list[dict[str, Any]]]:
+    settings = {"report_interval": 1, **with_levels(case)}
+    path = Path(folder) / f"trace{dist.get_rank()}.json"
+    with engine_of(case, with_block=True, hybridep=settings) as engine:
+        train(engine, case, 0, 2)
+        with ds_hybridep.trace(engine, path):
+            train(engine, case, 2, 1)
+        report = engine.__dict__["_hybridep_attachment"].last_report
+        counters = [event for event in json.loads(path.read_text())["traceEvents"] if event.get("ph") == "C"]
+        return report, [event for event in counters if event["name"].startswith("load of ")]
+
+
+def layers_after(case: Case, settings: dict[str, Any], steps: int) -> list[dict[str, Any]]:
+    with engine_of(case, with_block=True, hybridep=with_levels(case, **settings)) as engine:
+        train(engine, case, 0, steps)
+        return ds_hybridep.stats(engine)["layers"]
+
+
+# -- the tests --------------------------------------------------------------------------------------------------
+
+
+def hot4(*domain_sizes: int, **options: object) -> Case:
+    options = {"hot_experts": 2, "toy": FEW, "steps": 6, **options}
+    return Case(levels=levels_of((2, 2), domain_sizes), **options)
+
+
+def assert_parity_and_changes(pool: ProcessPool, cases: list[Case]) -> None:
+    for case, results in zip(cases, assert_parity(pool, cases), strict=True):
+        layers = [layer for result in results for layer in result.stats["layers"]]
+        assert any(layer["hot_changes"] > 1 for layer in layers), case.id
+
+
+@pytest.mark.core
+def test_zero_stages_with_accumulation_and_clipping(pool4: ProcessPool) -> None:
+    cases = [
+        hot4(1, 1, zero_stage=0, accumulation=2, optimizer="sgd"),
+        hot4(1, 1, zero_stage=1, accumulation=2, gradient_clipping=0.5),
+        hot4(1, 1, zero_stage=2, accumulation=3),
+    ]
+    assert_parity_and_changes(pool4, cases)
+
+
+@pytest.mark.core
+def test_beside_domains_over_slower_levels(pool4: ProcessPool) -> None:
+    cases = [hot4(2, 1, optimizer="sgd"), hot4(2, 1, zero_stage=2, accumulation=2)]
+    assert_parity_and_changes(pool4, cases)
+
+
+def test_exchanges_and_other_levels(pool4: ProcessPool) -> None:
+    cases = [
+        hot4(1, 1, token_exchange="hierarchical", optimizer="sgd"),
+        hot4(1, 1, token_exchange="direct", hot_level=0, optimizer="sgd"),
+        hot4(1, 2, hot_level=0, optimizer="sgd"),
+        hot4(1, 1, toy=replace(FEW, drop_tokens=True), optimizer="sgd"),
+    ]
+    assert_parity_and_changes(pool4, cases)
+
+
+def test_checkpointing(pool4: ProcessPool) -> None:
+    toy = replace(FEW, num_layers=3)
+    cases = [
+        hot4(1, 1, toy=replace(toy, checkpointing="nonreentrant"), zero_stage=2, accumulation=2),
+        hot4(2, 1, toy=replace(toy, checkpointing="reentrant"), evaluate=True),
+    ]
+    assert_parity_and_changes(pool4, cases)
+
+
+def test_models_of_autoep(pool4: ProcessPool) -> None:
+    cases = [
+        hot4(
+            *sizes, family="mixtral", toy=replace(FEW, routing="learned"), zero_stage=stage, accumulation=1 + stage % 2
+        )
+        for stage, sizes in enumerate([(1, 1), (1, 1), (2, 1), (1, 1)])
+    ]
+    assert_parity_and_changes(pool4, cases)
+
+
+def test_16_bits(pool4: ProcessPool) -> None:
+    assert_parity_and_changes(pool4, [hot4(1, 1, dtype="bf16", zero_stage=1), hot4(2, 1, dtype="bf16")])
+
+
+@pytest.mark.parametrize("zero_stage", [slow(0), 1, slow(2)])
+def test_a_resumed_run_is_equal_in_every_bit(pool4: ProcessPool, tmp_path: Path, zero_stage: int) -> None:
+    case = hot4(1, 1, zero_stage=zero_stage)
+    for found in pool4.run(resume_in_a_fresh_engine, case=case, folder=str(tmp_path)):
+        assert found["is_loaded"]
+        assert found["losses"][0] == found["losses"][1]
+        assert found["different"] == []
+
+
+@pytest.mark.parametrize("domain_size", [1, 2])
+def test_a_changed_replica_of_a_hot_expert_is_noticed(pool4: ProcessPool, domain_size: int) -> None:
+    messages = pool4.run(
+        change_a_replica, case=hot4(domain_size, 1, toy=replace(FEW, drift=0, starved_experts=(2, 3))), place=0
+    )
+    # All ranks of the expert's domain say so.
+    assert sum("differ from the owner's weights" in message for message in messages) == 2 * domain_size
+
+
+def test_other_plans_follow(pool4: ProcessPool) -> None:
+    case = hot4(1, 1)
+    plans = [with_levels(case), with_levels(case, hot_experts=0), with_levels(case, hot_experts=1)]
+    plain = pool4.run(losses_over, case=case, blocks=[], steps=6)
+    ours = pool4.run(losses_over, case=case, blocks=plans, steps=2)
+    assert [one == pytest.approx(other, rel=FP32_TOLERANCE) for one, other in zip(ours, plain, strict=True)] == [
+        True
+    ] * 4
+
+
+def test_loads_are_in_the_report_in_show_and_in_the_trace(pool4: ProcessPool, tmp_path: Path) -> None:
+    (report, counters), *_ = pool4.run(report_and_trace, case=hot4(1, 1), folder=str(tmp_path))
+    for layer in report["layers"]:
+        assert layer["hot_experts"]
+        assert layer["load_after"] <= layer["load_before"]  # of the fullest rank of both datacentres
+    assert "without hot experts" in format_run_record(report)
+    assert sorted(event["name"] for event in counters) == [f"load of {layer['name']}" for layer in report["layers"]]
+    assert counters[0]["args"].keys() == {"load_before", "load_after"}
+
+
+def test_memory_limits_the_number_of_hot_experts(pool4: ProcessPool) -> None:
+    case = hot4(1, 1)
+    one_expert = 2 * 4 * (16 * 32 + 32 + 32 * 16 + 16) * case.toy.num_layers  # weights and gradient sums
+    for gigabytes, most in ((1.5 * one_expert / 1e9, 1), (0.5 * one_expert / 1e9, 0), (2.5 * one_expert / 1e9, 2)):
+        layers = pool4.run(layers_after, case=case, settings={"hot_memory_gb": gigabytes}, steps=2)[0]
+        # Each of the two datacentres has a choice of its own.
+        assert [len(layer["hot_experts"]) <= 2 * most for layer in layers] == [True] * case.toy.num_layers
+        assert any(layer["hot_experts"] for layer in layers) == (most > 0)
+
+
+def test_auto_copies_nothing_that_costs_more_than_it_saves(pool4: ProcessPool) -> None:
+    slow_link = {"hot_experts": "auto", "bandwidth_gbps": 1e-6}
+    for layers in pool4.run(layers_after, case=hot4(1, 1), settings=slow_link, steps=3):
+        assert [layer["hot_experts"] for layer in layers] == [[]] * 2
+    fast_link = {"hot_experts": "auto", "bandwidth_gbps": 1e6}
+    for layers in pool4.run(layers_after, case=hot4(1, 1), settings=fast_link, steps=3):
+        assert all(layer["hot_experts"] for layer in layers)
