@@ -75,6 +75,9 @@ fmt: $(INSTALLED)
 bench: $(INSTALLED)
 	@$(BIN)/python -m benchmarks $(NAME)
 
+reference: $(INSTALLED)
+	@DS_ACCELERATOR=cpu $(BIN)/python .ci/reference.py build/reference
+
 release: $(INSTALLED)
 	@$(BIN)/python .ci/release.py
 

@@ -4,13 +4,16 @@
 import importlib.util
 import re
 import subprocess
+import sys
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
 import yaml
+from scripts import output_of
 
+import ds_hybridep
 from ds_hybridep.commands.main import main
 from ds_hybridep.version import __version__
 
@@ -110,3 +113,31 @@ def test_hosted_ci_has_the_pythons_of_the_package() -> None:
     named = re.findall(r'"Programming Language :: Python :: (3\.\d+)"', project)
     assert job["strategy"]["matrix"]["python-version"] == named
     assert f'requires-python = ">={named[0]}"' in project
+
+
+# -- the reference ----------------------------------------------------------------------------------------------
+
+
+def test_public_docstrings_explain_each_argument_and_the_errors(monkeypatch: pytest.MonkeyPatch) -> None:
+    reference = program("reference")
+    assert reference.gaps(ds_hybridep) == []
+
+    def attach(engine: object, config: object = None) -> None:
+        """Take over the MoE layers.
+
+        Args:
+            engine: from deepspeed.initialize.
+        """
+
+    monkeypatch.setattr(ds_hybridep, "attach", attach, raising=False)
+    assert reference.gaps(ds_hybridep) == ["attach: config is not explained", "attach: its errors are not explained"]
+
+
+def test_the_reference_has_the_public_names_and_no_others(tmp_path: Path) -> None:
+    pytest.importorskip("pdoc")
+    said = output_of([sys.executable, REPOSITORY / ".ci" / "reference.py", tmp_path], tmp_path, 100)
+    assert said.startswith(f"{tmp_path / 'index.html'}: ")
+    pages = {path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*.html")}
+    assert pages == {"index.html", "ds_hybridep.html", "ds_hybridep/errors.html"}
+    sections = set(re.findall(r'<section id="(\w+)">', (tmp_path / "ds_hybridep.html").read_text()))
+    assert sections == set(ds_hybridep.__all__)
