@@ -26,6 +26,7 @@ help:
 	@echo "make demo       train a small model over an emulated slow link in three ways, and compare"
 	@echo "make test       the tests that need no GPU and little time"
 	@echo "make test-gpu   those that need a GPU"
+	@echo "make gpu        all to run first on a machine with GPUs, and one page to send back; PRETEND=1: on CPUs"
 	@echo "make test-slow  those that take long, and random tests with new seeds"
 	@echo "make test-versions  a core of the tests with each DeepSpeed and Python; writes docs/versions.md"
 	@echo "make check      lint, format, types, import order"
@@ -49,6 +50,9 @@ $(VENV)/.installed: pyproject.toml setup.py ds_hybridep/version.py
 
 demo: $(INSTALLED)
 	@$(BIN)/python -m benchmarks demo
+
+gpu: $(INSTALLED)
+	@$(BIN)/python -m benchmarks gpu $(if $(PRETEND),--pretend)
 
 test: $(INSTALLED)
 	$(BIN)/python -m pytest -m "not slow and not gpu" -n 3 --dist loadgroup
