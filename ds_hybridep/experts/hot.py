@@ -27,7 +27,6 @@ class HotReplicas:
 
     def __init__(self, layout: SlotLayout, experts: Sequence[range], near: Collection[int]) -> None:
         self._layout, self._experts, self._near = layout, experts, near
-        self.version = 0  # grows with every change of the choice
         self.experts: tuple[int, ...] = ()
         self._local: dict[int, Tensor] = {}  # by slot, places of the hot experts in its whole slot
         self._layouts: dict[int, SlotLayout] = {}
@@ -39,7 +38,7 @@ class HotReplicas:
     def choose(self, experts: Sequence[int]) -> None:
         """Make these experts of the slots the hot ones.  No gradients may wait, and their weights must come next."""
         assert not self._sums, "gradients of hot experts have not returned"
-        self.experts, self.version = tuple(experts), self.version + 1
+        self.experts = tuple(experts)
         hot, num_slots = set(experts), len(self._experts)
         local = {
             num_slots + slot: [at for at, expert in enumerate(ids) if expert in hot]
@@ -119,10 +118,10 @@ class HotReplicas:
             self._sums[slot] = [layout.new(block, torch.float32) for block in layout.trainable_blocks]
         return self._sums[slot]
 
-    def sums_by_module(self, slot: int) -> list[Tensor]:
-        """Return the sums of a replica, [*shape] by expert and parameter, or [h, *shape] if experts are grouped."""
-        layout = self._layouts[slot]
-        return layout.by_module(layout.parts(self.sums(slot)))
+    def all_sums(self) -> list[Tensor]:
+        """Return the sums of all replicas by slot, [*shape] by expert and parameter, or [h, *shape] if grouped."""
+        layouts = [(slot, self._layouts[slot]) for slot in self.slots]
+        return [part for slot, layout in layouts for part in layout.by_module(layout.parts(self.sums(slot)))]
 
     def drop_sums(self, slot: int) -> list[Tensor]:
         """Forget the sums of a slot, and return them."""
@@ -135,14 +134,12 @@ class HotReplicas:
             for total, part in zip(totals, self._layouts[slot].parts(returned), strict=True):
                 total.index_add_(0, self._local[slot], part)
 
-    def clear_sums(self) -> None:
-        """Set all sums to zero."""
+    def clear_sums(self, *, forgets: bool) -> None:
+        """Set all sums to zero, or forget them."""
+        if forgets:
+            self._sums = {}
         for total in (one for slot in self._sums.values() for one in slot):
             total.zero_()
-
-    def forget_sums(self) -> None:
-        """Forget all sums."""
-        self._sums = {}
 
     # -- memory -----------------------------------------------------------------------------------------------------
 
@@ -154,5 +151,5 @@ class HotReplicas:
 
     def release(self) -> None:
         """Free everything."""
-        self.forget_sums()
+        self._sums = {}
         self.choose(())

@@ -64,7 +64,7 @@ class LayerExperts:
 
     def choose_hot(self, experts: Sequence[int]) -> None:
         """Replace the hot experts.  Call between an applied step and the shipment after it."""
-        self.replicas.hot.choose(experts)
+        self.replicas.choose_hot(experts)
         self.lacks_frozen = not all(block.is_trainable for block in self.replicas.layout.blocks)
 
     def finish_shipment(self) -> None:
@@ -143,7 +143,7 @@ class LayerExperts:
 
     def refuse_old(self, version: int) -> None:
         """Raise GradientNotReturnedError if another plan, or other hot experts, have taken over since the forward."""
-        if version != self.replicas.hot.version:
+        if version != self.replicas.version:
             raise GradientNotReturnedError(
                 f"{self.replicas.layer}: this backward belongs to a forward that ran before hybridep changed its plan "
                 f"or was detached; run both before the change, or both after it"
@@ -173,6 +173,7 @@ class MigrationManager:
     ) -> None:
         self._transport, self.layers = transport, list(layers)
         self._return_depth, self._is_boundary = prefetch_depth, is_boundary
+        self.before_return: Callable[[], None] = lambda: None  # in the backward, before gradients of a layer return
         used = (pipeline for one in layers for pipeline in (one.weight_pipeline, one.gradient_pipeline))
         self._pipelines = list(dict.fromkeys(used))
 
@@ -226,6 +227,7 @@ class MigrationManager:
         layer.add_gradients(gradients)
         handle.operation = None
         if self._is_boundary():
+            self.before_return()
             layer.start_return(handle)
         self.progress()
 
@@ -376,7 +378,7 @@ class _Acquire(Function):
         ctx: Any, manager: MigrationManager, layer: LayerExperts, handle: ReturnHandle, *aliases: Tensor
     ) -> tuple[Tensor, ...]:
         ctx.manager, ctx.layer, ctx.handle, ctx.num_own = manager, layer, handle, len(aliases)
-        ctx.version = layer.replicas.hot.version
+        ctx.version = layer.replicas.version
         return tuple(weight.detach() for weight in layer.replicas.with_own(aliases))
 
     @staticmethod

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Chooses the hot experts of a plan's layers, by loads that all ranks know one step later.
+"""Chooses the hot experts of a plan's layers by loads that all ranks know.
 
-step s        every rank counts the rows of each expert that it computes, and sends the counts while step s + 1 runs
-step s + 1    all ranks add them up, smooth them, and choose the same experts; their weights leave with all others
+The backward of a step begins: every rank sends the rows that it has computed in the step, by expert.
+The step ends: all ranks add them up and choose the same experts, whose weights leave with all others.
 """
 
 import math
@@ -25,7 +25,8 @@ from ds_hybridep.plan.token_route import build_route
 from ds_hybridep.tokens.layer import HeldExperts, HybridMoE
 from ds_hybridep.transport.channels import Purpose, Transfer, Transport
 
-SMOOTHING = 0.5  # share of the newest step in the smoothed loads
+SMOOTHING = 0.25  # share of the newest step in the smoothed loads
+CHANGE = 0.05  # share of the rows that must go to other experts, beside what is chance, to forget earlier steps
 MEMORY_SHARE = 1 / 8  # of the free memory, if the user gives no limit
 PROBE_LIMIT_S = 1.0  # for measuring the link of the level
 # A number of hot experts that a user gives is not weighed against the time of the copies.
@@ -83,10 +84,17 @@ class HotLayer:
         return counts
 
     def add_counts(self, counts: Sequence[float]) -> None:
-        """Smooth the loads with the rows of a step, summed over all ranks."""
-        if any(counts):
-            before = self.loads or counts
-            pairs = zip(before, counts, strict=True)
+        """Smooth the loads with the rows of a step, summed over all ranks; after a sudden change only they count."""
+        total = sum(counts)
+        if total == 0:
+            return
+        share = sum(self.loads) / total
+        moved = sum(abs(load - share * count) for load, count in zip(self.loads, counts, strict=False)) / 2
+        by_chance = math.sqrt(len(counts) / total)
+        if not self.loads or moved > (CHANGE + by_chance) * sum(self.loads):
+            self.loads = list(counts)
+        else:
+            pairs = zip(self.loads, counts, strict=True)
             self.loads = [(1 - SMOOTHING) * load + SMOOTHING * count for load, count in pairs]
 
     def choose(self, limit: int, costs: HotCosts) -> list[tuple[int, ...]]:
@@ -107,7 +115,10 @@ class HotLayer:
         if choices[self._own_domain] != self.choices[self._own_domain]:
             self.experts.choose_hot(choices[self._own_domain])
             replicas, layer = self.experts.replicas, self.layer
-            made = HeldExperts.of(replicas.held_experts, self.spec.num_experts, replicas.device)
+            assert replicas.hot is not None
+            by_slot: list[Sequence[int]] = [replicas.expert_ids(slot) for slot in replicas.near_slots]
+            by_slot += [replicas.hot.experts_in(slot) for slot in replicas.hot.slots]
+            made = HeldExperts.of(by_slot, self.spec.num_experts, replicas.device)
             layer.held.by_slot, layer.held.table = made.by_slot, made.table
         self.choices, self.num_changes = list(choices), self.num_changes + 1
         hot = [expert for choice in choices for expert in choice]
@@ -159,23 +170,22 @@ class HotExperts:
         self._limit_and_costs: tuple[int, HotCosts] | None = None  # measured after the first step
         self._under_way: list[tuple[Transfer, dict[int, Tensor], list[HotLayer]]] = []
 
+    def send_counts(self) -> None:
+        """Call in each step once its forwards have ended; later calls in the step do nothing.  Does not block."""
+        if not self._under_way:
+            for ranks, layers in self._groups.items():
+                self._send(ranks, layers)
+
     def after_step(self, *, was_applied: bool) -> None:
         """Call after each optimizer step, before weights are shipped; an applied one may change the hot experts."""
-        if not self.layers:
-            return
+        self.send_counts()
         self._take()
-        for ranks, layers in self._groups.items():
-            self._send(ranks, layers)
         if was_applied:
             if self._limit_and_costs is None:
                 self._limit_and_costs = self._measure()
             for one in self.layers.values():
                 if one.loads:
                     one.apply(one.choose(*self._limit_and_costs))
-
-    def finish(self) -> None:
-        """Wait for counts that are under way."""
-        self._take()
 
     # -- loads ------------------------------------------------------------------------------------------------------
 
@@ -235,15 +245,16 @@ class HotExperts:
     # -- other plans, checkpoints -----------------------------------------------------------------------------------
 
     def follow(self, earlier: "HotExperts") -> None:
-        """Go on with the loads that an earlier plan has measured."""
+        """Go on with what an earlier plan has measured."""
+        if [level.hot_experts for level in self._config.levels] == [one.hot_experts for one in earlier._config.levels]:
+            self._limit_and_costs = earlier._limit_and_costs
         for name, one in self.layers.items():
             if name in earlier.layers:
                 one.loads = list(earlier.layers[name].loads)
             one.take_counts()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the choice and what it rests on; counts under way are added first."""
-        self._take()
+        """Return the choice and what it rests on, between two steps."""
         costs = self._limit_and_costs
         return {
             "costs": None if costs is None else [costs[0], costs[1].row_s, costs[1].copy_s],
@@ -254,8 +265,7 @@ class HotExperts:
         }
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
-        """Restore what `state_dict` returned under the same plan, before weights are shipped."""
-        self._take()
+        """Restore what `state_dict` returned under the same plan, between two steps and before weights are shipped."""
         if saved["costs"] is not None:
             limit, row_s, copy_s = saved["costs"]
             self._limit_and_costs = int(limit), HotCosts(row_s=row_s, copy_s=copy_s)

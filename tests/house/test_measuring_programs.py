@@ -37,6 +37,7 @@ SLOW = {
     "link loopback --rounds 2 --steps 1 --hidden 64 --tokens 64": r"\[2,2\]",
     "link goodput --losses 0% --megabytes 1 --rounds 1": "cubic",
     "overlap --layers 2": "expert_gradients",
+    "hot --kinds classic --skews 1.0 --rounds 1 --steps 2 --ranks 2 --experts 8 --tokens 16": "hot experts auto",
     "memory --accumulations 1 --layers MoE --rows exact": "exact",
     "predict benchmarks/results/e2e-exact-4x1.jsonl": "stream model",
     "simulate benchmarks/results/e2e-exact-4x1.jsonl": "simulator",

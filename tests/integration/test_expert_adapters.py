@@ -13,7 +13,7 @@ from typing import Any
 import deepspeed
 import pytest
 import torch
-from autoep_cases import case4
+from autoep_cases import SHAPE, case4
 from deepspeed import comm as dist
 from deepspeed.moe.ep_experts import GroupedExperts
 from estimate import needs_of_model
@@ -107,6 +107,7 @@ def compare(case: Case, targets: tuple[str, ...]) -> dict[str, Any]:
             losses += train(engine, case, step, 1)
             sent.append(dict(ds_hybridep.stats(engine)["levels"][0]["sent_bytes"]))
         factors = factors_of(engine, targets)
+        hot_changes = sum(layer.get("hot_changes", 0) for layer in ds_hybridep.stats(engine)["layers"])
         named = engine.module.named_parameters()
         num_factors = sum(getattr(p, "ds_numel", p.numel()) for n, p in named if "proj_lora" in n)
     return {
@@ -115,6 +116,7 @@ def compare(case: Case, targets: tuple[str, ...]) -> dict[str, Any]:
         "moved": min(float((one - start[n]).norm() / start[n].norm()) for n, one in plain[1].items()),
         "sent": sent,
         "num_factors": num_factors,
+        "hot_changes": hot_changes,
     }
 
 
@@ -239,6 +241,17 @@ def test_only_factors_migrate_and_learn_the_same(
         # Once a step each owner's factors go to the other DC: to its peer there, who forwards them inside.
         expected = 4 * sum(found["num_factors"] for found in results) if sizes[0] == 2 else 0
         assert later == [expected] * 3
+
+
+def test_frozen_weights_of_hot_experts_come_with_them(pool4: ProcessPool) -> None:
+    toy = replace(SHAPE, drift=2)
+    for sizes in ((1, 1), (2, 1)):
+        case = case4("qwen3_moe", *sizes, toy=toy, hot_experts=2, steps=6, zero_stage=1)
+        for found in pool4.run(compare, case=case, targets=BOTH, timeout_s=120.0):
+            plain, hybrid = found["losses"]
+            assert hybrid == pytest.approx(plain, rel=FP32_TOLERANCE)
+            assert found["distance"] < FP32_TOLERANCE
+            assert found["hot_changes"] > 1
 
 
 def test_memory_is_what_is_estimated(pool4: ProcessPool) -> None:

@@ -51,10 +51,10 @@ def change_a_replica(case: Case, place: int) -> str:
         runtime.migration.finish_shipments()
         replicas = runtime.migration.layers[place].replicas
         holders = [None] * dist.get_world_size()
-        dist.all_gather_object(holders, len(replicas.hot.slots))
+        dist.all_gather_object(holders, len(replicas.hot_slots))
         assert any(holders)
         if dist.get_rank() == next(rank for rank, count in enumerate(holders) if count):
-            replicas.hot.values(replicas.hot.slots[0], trainable_only=False)[0].add_(1.0)
+            replicas.hot.values(replicas.hot_slots[0], trainable_only=False)[0].add_(1.0)
         try:
             train(engine, case, 2, 1)
         except VerificationError as error:
@@ -78,6 +78,16 @@ def layers_after(case: Case, settings: dict[str, Any], steps: int) -> list[dict[
     with engine_of(case, with_block=True, hybridep=with_levels(case, **settings)) as engine:
         train(engine, case, 0, steps)
         return ds_hybridep.stats(engine)["layers"]
+
+
+def hot_by_step(case: Case) -> list[list[int]]:
+    """The hot experts of the first layer after each step."""
+    with engine_of(case, with_block=True) as engine:
+        found = []
+        for step in range(case.steps):
+            train(engine, case, step, 1)
+            found.append(ds_hybridep.stats(engine)["layers"][0]["hot_experts"])
+        return found
 
 
 # -- the tests --------------------------------------------------------------------------------------------------
@@ -198,3 +208,13 @@ def test_auto_copies_nothing_that_costs_more_than_it_saves(pool4: ProcessPool) -
     fast_link = {"hot_experts": "auto", "bandwidth_gbps": 1e6}
     for layers in pool4.run(layers_after, case=hot4(1, 1), settings=fast_link, steps=3):
         assert all(layer["hot_experts"] for layer in layers)
+
+
+def test_hot_experts_change_one_step_after_the_routing(pool4: ProcessPool) -> None:
+    case = hot4(1, 1, toy=replace(FEW, drift=3), steps=9)
+    for found in pool4.run(hot_by_step, case=case):
+        # Each token prefers two neighbouring experts: tokens 0 and 1 the experts 0, 1, 3 and 4, and so on.
+        for first, preferred in ((0, {0, 1, 3, 4}), (3, {6, 7, 1, 2}), (6, {4, 5, 7, 0})):
+            for hot in found[first : first + 3]:
+                assert hot
+                assert set(hot) <= preferred
