@@ -105,8 +105,8 @@ class Replicas(Places):
         if slot == self.own_slot:
             return self.own.values(trainable_only=trainable_only)
         if (hot := self._hot_of(slot)) is not None:
-            near = slot - len(self.domain_ranks)
-            if near in self.replica_slots:  # what came over slower levels goes on
+            trainable_only = trainable_only and not hot.lacks_frozen
+            if (near := slot - len(self.domain_ranks)) in self.replica_slots:  # what came over slower levels goes on
                 return hot.copy(slot, self.weights_by_name(near), trainable_only=trainable_only)
             return hot.values(slot, trainable_only=trainable_only)
         pairs = zip(self.layout.blocks, self._weights[slot], strict=True)
@@ -338,9 +338,7 @@ class WeightShipment(Gather):
         weights = replicas.own.copy() if patches is not None else []
         if patches is None and (is_sent or replicas.own.is_partitioned):
             replicas.own.fill(trainable_only=not self._is_exact)
-        if replicas.hot is not None:
-            own_hot = replicas.own_slot + len(replicas.domain_ranks)
-            replicas.hot.copy(own_hot, replicas.own.by_name(), trainable_only=not self._is_exact)
+        self._copy_hot(weights)
         if feedback is None or not feedback.senders:
             return
         with nullcontext() if streams is None else streams.aside(), feedback.counters.timing("encode_s"):
@@ -362,3 +360,16 @@ class WeightShipment(Gather):
         replicas.forget_sent()
         if not is_sent:
             replicas.own.free()
+
+    def _copy_hot(self, weights: Sequence[Tensor]) -> None:
+        """Copy the owned hot experts.  weights: as `OwnSlot.copy`, if the own slot has older ones; else empty."""
+        replicas = self._replicas_of_layer
+        if (hot := replicas.hot) is None:
+            return
+        trainable_only = not (self._is_exact or hot.lacks_frozen)
+        held = replicas.own.by_name()
+        if weights:
+            newer = replicas.layout.by_name(weights, trainable_only=True)
+            held = [{**one, **new} for one, new in zip(held, newer, strict=True)]
+        hot.make_room(trainable_only=trainable_only)
+        hot.copy(replicas.own_slot + len(replicas.domain_ranks), held, trainable_only=trainable_only)

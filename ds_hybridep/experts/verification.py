@@ -104,9 +104,9 @@ def _hot_weights_of(replicas: Replicas, slot: int) -> Iterator[Tensor]:
     if replicas.hot is None:
         return
     if near in replicas.near_slots:
-        if replicas.hot.copy(slot, replicas.weights_by_name(near), trainable_only=False):
-            yield from replicas.hot.values(slot, trainable_only=False)
-            replicas.hot.free()
+        replicas.hot.make_room(trainable_only=False)
+        yield from replicas.hot.copy(slot, replicas.weights_by_name(near), trainable_only=False)
+        replicas.hot.free()
     else:
         yield from replicas.hot.values(slot, trainable_only=False)
 
