@@ -46,7 +46,11 @@ SLOW = {
     "export --layers 2 --hidden 64 --experts 4": "adapters --merged",
     "is-it-for-you": "",
 }
-ELSEWHERE = {"demo": "tests/house/test_demo.py", "faults": "tests/house/test_faults.py"}
+ELSEWHERE = {
+    "demo": "tests/house/test_demo.py",
+    "gpu": "tests/house/test_gpu_page.py",
+    "faults": "tests/house/test_faults.py",
+}
 ON_EMULATED_HOSTS = ("e2e", "cuts", "soak", "overlap", "replan")
 WITH_DELAY = ("latency", "link goodput", "soak", "cuts")
 
