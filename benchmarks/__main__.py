@@ -27,6 +27,7 @@ PROGRAMS = {
     "skipped-layers": "what codecs keep if layers take part at times only",
     "codecs": "loss, time and size of single codecs, and of patches",
     "codec-ratios": "what low rank by ratio costs in loss, by width",
+    "gpu": "what to run first on a machine with GPUs (`make gpu`)",
     "kernels": "time of each CUDA kernel",
     "link": "goodput over a long link, messages on one machine, and what the runtime costs over loopback",
     "overlap": "whether weights and gradients travel while layers compute",

@@ -80,9 +80,7 @@ class LevelConfig(Settings):
     def _check_hot_experts(self) -> "LevelConfig":
         if self.hot_experts == 0:
             if self.hot_memory_gb is not None:
-                raise ValueError(
-                    'hot_memory_gb has no effect, because hot_experts is 0; set hot_experts to "auto" or to a number'
-                )
+                raise ValueError('hot_memory_gb stands beside hot_experts 0; set that to "auto" or to a number')
             return self
         if self.domain_size not in (1, "auto"):
             raise ValueError(
@@ -306,10 +304,17 @@ class HybridEPConfig(Settings):
         for index, level in enumerate(self.levels):
             if level.hot_experts != 0 and index != self.hot_level:
                 raise ValueError(
-                    f"levels[{index}].hot_experts is {shown(level.hot_experts)}, but "
-                    f"hybridep.levels[{self.hot_level}] has hot experts already; keep one of them, usually "
-                    f"those of the fastest"
+                    f"levels[{index}].hot_experts is {shown(level.hot_experts)}, but hybridep."
+                    f"levels[{self.hot_level}] has hot experts already; keep one of them, usually of the fastest"
                 )
+            if self.hot_level is not None and index > self.hot_level and level.domain_size != 1:
+                for key, codec in (("codecs", level.codecs), ("weight_codec", level.weight_codec.type)):
+                    if codec not in (None, "identity"):
+                        raise ValueError(
+                            f"levels[{index}].{key} is {shown(codec)} inside a domain, but hot experts of "
+                            f"hybridep.levels[{self.hot_level}], a slower level, travel there as they are; leave out "
+                            f"one of them"
+                        )
         return self
 
     @model_validator(mode="after")

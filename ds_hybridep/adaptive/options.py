@@ -52,7 +52,8 @@ def settings_of(config: HybridEPConfig) -> tuple[Any, ...]:
         for known in (level.all_codecs for level in config.levels)
     )
     row_formats = tuple(level.row_format for level in config.levels)
-    return config.domain_sizes, codecs, config.token_exchange, config.dense_sync, of_dense, row_formats
+    hot = tuple(level.hot_experts for level in config.levels)
+    return config.domain_sizes, codecs, config.token_exchange, config.dense_sync, of_dense, row_formats, hot
 
 
 def open_options(
@@ -82,10 +83,11 @@ def open_options(
             _settings_at(level, size, config, has_codecs=trains_experts and bool(codecs))
             for level, size in zip(config.levels, domain_sizes, strict=True)
         ]
-        # "hierarchical" differs from "direct" only where tokens cross several levels.  DeepSpeed knows no domains.
+        # "hierarchical" differs from "direct" only where tokens cross several levels.  DeepSpeed has no domains and no
+        # hot experts.
         is_nested = sum(span > size for span, size in zip(spans, domain_sizes, strict=True)) > 1
         is_possible = {"direct": True, "hierarchical": is_nested or len(exchanges) == 1}
-        is_possible["deepspeed"] = max(domain_sizes) == 1
+        is_possible["deepspeed"] = max(domain_sizes) == 1 and config.hot_level is None
         possible = [one for one in exchanges if is_possible[one]]
         for chosen, tokens in itertools.product(itertools.product(*levels), possible):
             settings = config.model_copy(update={"levels": chosen, "token_exchange": tokens})
@@ -128,13 +130,18 @@ def _layout_of(
     for level, token in zip(config.levels, token_codecs, strict=True):
         weight, gradient, dense_weight, dense_gradient = (costs.get(one, EXACT_COST) for one in level.all_codecs)
         levels.append(LevelCodecs(weight, gradient, token, dense_weight, dense_gradient))
+    # How many "auto" is, is decided while the job runs: it is priced as none.
+    at, is_padded = config.hot_level, config.token_exchange == "deepspeed"
+    wanted = 0 if at is None or is_padded or config.domain_sizes[at] > 1 else config.levels[at].hot_experts
     return Layout(
+        hot_experts=0 if wanted == "auto" else wanted,
+        hot_level=at,
         spans=spans,
         domain_sizes=config.domain_sizes,
         codecs=tuple(levels),
         prefetch_depth=config.advanced.prefetch_depth,
         exchange="hierarchical" if config.token_exchange == "hierarchical" else "direct",
-        is_padded=config.token_exchange == "deepspeed",
+        is_padded=is_padded,
     )
 
 

@@ -6,6 +6,7 @@ import json
 from typing import Any
 
 from ds_hybridep.commands import question as asking
+from ds_hybridep.plan.hot_gain import hot_gain
 from ds_hybridep.plan.planner import Plan, make_plan
 from ds_hybridep.plan.question import Question
 from ds_hybridep.plan.summary import describe, ds_config_block, verdict
@@ -50,8 +51,10 @@ def run(args: argparse.Namespace) -> int:
 
 def answer_json(question: Question, plan: Plan) -> dict[str, Any]:
     """The plan and the other predictions, as JSON values."""
+    gain = hot_gain(question, plan.best)
     return {
         **plan.to_json(),
+        **({} if gain is None else {"hot_experts": gain.to_json()}),
         "verdict": verdict(question, plan),
         "ds_config": ds_config_block(question, plan),
     }

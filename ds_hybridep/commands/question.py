@@ -4,6 +4,7 @@
 import argparse
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from ds_hybridep.config import parse_config
 from ds_hybridep.config_codecs import PATCH, CodecConfig, recommended_codecs
 from ds_hybridep.errors import ConfigError
 from ds_hybridep.lab.topology import parse_duration
+from ds_hybridep.plan.choices import skewed_loads
 from ds_hybridep.plan.cluster import Cluster, Level
 from ds_hybridep.plan.codec_costs import DEFAULT_LEARNING_RATE, codec_cost, patch_cost
 from ds_hybridep.plan.costs import expert_parts
@@ -49,6 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="share of transfers that hide behind computation, where they can; default %(default)g",
     )
     add("--memory", type=float, metavar="GB", help="memory of a GPU, activations included; no limit by default")
+    add("--hot-memory-gb", type=float, metavar="GB", help="memory of a GPU for hot experts; no limit by default")
     add(
         "--dense-sync",
         choices=("hierarchical", "deepspeed"),
@@ -98,6 +101,13 @@ def _add_job_arguments(parser: argparse.ArgumentParser) -> None:
     add("--checkpointing", action="store_true", help="activation checkpointing")
     add("--fused-loss", action="store_true", help="the loss is computed in pieces, without all logits in memory")
     add("--lora-rank", type=_positive, metavar="R", help="train LoRA adapters of this rank only")
+    add(
+        "--skew",
+        type=float,
+        default=1.0,
+        metavar="X",
+        help="rows of the fullest GPU over the mean, as 'imbalance' in a report; default %(default)g, even routing",
+    )
     add("--ep-size", type=_positive, metavar="N", help="size of the expert-parallel group; default: the best")
 
 
@@ -115,8 +125,10 @@ def read_question(args: argparse.Namespace) -> Question:
     workload = read_workload(args, content, model)
     if not (args.tflops > 0 and 0 < args.mfu <= 1):
         raise ConfigError(f"--tflops and --mfu: got {args.tflops:g} and {args.mfu:g}, wanted > 0, and > 0 to 1")
+    if args.hot_memory_gb is not None and not args.hot_memory_gb > 0:
+        raise ConfigError(f"--hot-memory-gb: got {args.hot_memory_gb:g}, wanted > 0")
     cluster = read_cluster(args)
-    return Question(
+    question = Question(
         cluster=cluster,
         workload=workload,
         rates=Rates(flops_per_s=args.tflops * args.mfu * TERA, overlap=args.overlap),
@@ -125,7 +137,22 @@ def read_question(args: argparse.Namespace) -> Question:
         codecs=read_codecs(args, workload),
         memory_bytes=None if args.memory is None else args.memory * GIGA,
         host_memory_bytes=None if args.memory is None else HOST_MEMORY_BYTES,
+        hot_bytes=None if args.hot_memory_gb is None else args.hot_memory_gb * GIGA,
     )
+    return with_skew(question, args.skew)
+
+
+def with_skew(question: Question, skew: float) -> Question:
+    """The question for experts whose loads are the same in all plans: those of the skew over the largest group.
+
+    Raises PlanError for a skew that no routing has.
+    """
+    if skew == 1.0:
+        return question
+    workload = question.workload
+    num_ranks = max(group.ep_size for group in question.expert_groups)
+    loads = skewed_loads(skew, workload.model.num_experts, num_ranks, workload.model.top_k)
+    return replace(question, workload=replace(workload, skew=skew, expert_loads=loads))
 
 
 def read_cluster(args: argparse.Namespace) -> Cluster:

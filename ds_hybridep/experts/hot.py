@@ -27,26 +27,28 @@ class HotReplicas:
 
     def __init__(self, layout: SlotLayout, experts: Sequence[range], near: Collection[int]) -> None:
         self._layout, self._experts, self._near = layout, experts, near
-        self.version = 0  # grows with every change of the choice
         self.experts: tuple[int, ...] = ()
+        self.lacks_frozen = False  # until frozen parameters of the present experts have travelled
         self._local: dict[int, Tensor] = {}  # by slot, places of the hot experts in its whole slot
         self._layouts: dict[int, SlotLayout] = {}
         self._weights: dict[int, list[Tensor]] = {}
         self._views: dict[int, list[dict[str, Tensor]]] = {}
         self._copies: dict[int, list[Tensor]] = {}
+        self._filled: set[int] = set()  # copies that have their values
         self._sums: dict[int, list[Tensor]] = {}
 
     def choose(self, experts: Sequence[int]) -> None:
         """Make these experts of the slots the hot ones.  No gradients may wait, and their weights must come next."""
         assert not self._sums, "gradients of hot experts have not returned"
-        self.experts, self.version = tuple(experts), self.version + 1
+        self.experts = tuple(experts)
+        self.lacks_frozen = not all(block.is_trainable for block in self._layout.blocks)
         hot, num_slots = set(experts), len(self._experts)
         local = {
             num_slots + slot: [at for at, expert in enumerate(ids) if expert in hot]
             for slot, ids in enumerate(self._experts)
         }
         device = self._layout.device
-        self._copies = {}
+        self._copies, self._filled = {}, set()
         self._local = {slot: torch.tensor(places, device=device) for slot, places in local.items() if places}
         self._layouts = {slot: self._layout.resized(len(places)) for slot, places in self._local.items()}
         far = [slot for slot in self._local if slot - num_slots not in self._near]
@@ -70,15 +72,22 @@ class HotReplicas:
 
     # -- weights that travel ----------------------------------------------------------------------------------------
 
+    def make_room(self, *, trainable_only: bool) -> None:
+        """Allocate the copies of the hot experts of near slots."""
+        self._copies, self._filled = {}, set()
+        for slot, layout in self._layouts.items():
+            if slot not in self._weights:
+                blocks = layout.trainable_blocks if trainable_only else layout.blocks
+                self._copies[slot] = [*map(layout.new, blocks)]
+
     def copy(self, slot: int, weights: Sequence[Mapping[str, Tensor]], *, trainable_only: bool) -> list[Tensor]:
-        """Return a copy of the hot experts of a near slot, [h * n] for each block, kept until `free`.
+        """Fill and return the copy of the hot experts of a near slot, [h * n] for each block, kept until `free`.
 
         slot: M + s; weights: of slot s, as `Replicas.weights_by_name` returns them.
         """
-        if slot not in self._local:
-            return []
-        layout, places = self._layouts[slot], self._local[slot]
-        copied = [layout.new(one) for one in (layout.trainable_blocks if trainable_only else layout.blocks)]
+        if slot not in self._copies or slot in self._filled:
+            return self._copies.get(slot, [])
+        layout, places, copied = self._layouts[slot], self._local[slot], self._copies[slot]
         into = layout.by_name(copied, trainable_only=trainable_only)
         if layout.is_grouped:
             for name, place in into[0].items():
@@ -87,7 +96,7 @@ class HotReplicas:
             for one, at in zip(into, places.tolist(), strict=True):
                 for name, place in one.items():
                     place.copy_(weights[at][name].detach())
-        self._copies[slot] = copied
+        self._filled.add(slot)
         return copied
 
     def values(self, slot: int, *, trainable_only: bool) -> list[Tensor]:
@@ -99,7 +108,7 @@ class HotReplicas:
 
     def free(self) -> None:
         """Free the copies once they were sent."""
-        self._copies = {}
+        self._copies, self._filled, self.lacks_frozen = {}, set(), False
 
     # -- gradients --------------------------------------------------------------------------------------------------
 
@@ -119,10 +128,10 @@ class HotReplicas:
             self._sums[slot] = [layout.new(block, torch.float32) for block in layout.trainable_blocks]
         return self._sums[slot]
 
-    def sums_by_module(self, slot: int) -> list[Tensor]:
-        """Return the sums of a replica, [*shape] by expert and parameter, or [h, *shape] if experts are grouped."""
-        layout = self._layouts[slot]
-        return layout.by_module(layout.parts(self.sums(slot)))
+    def all_sums(self) -> list[Tensor]:
+        """Return the sums of all replicas by slot, [*shape] by expert and parameter, or [h, *shape] if grouped."""
+        layouts = [(slot, self._layouts[slot]) for slot in self.slots]
+        return [part for slot, layout in layouts for part in layout.by_module(layout.parts(self.sums(slot)))]
 
     def drop_sums(self, slot: int) -> list[Tensor]:
         """Forget the sums of a slot, and return them."""
@@ -135,14 +144,12 @@ class HotReplicas:
             for total, part in zip(totals, self._layouts[slot].parts(returned), strict=True):
                 total.index_add_(0, self._local[slot], part)
 
-    def clear_sums(self) -> None:
-        """Set all sums to zero."""
+    def clear_sums(self, *, forgets: bool) -> None:
+        """Set all sums to zero, or forget them."""
+        if forgets:
+            self._sums = {}
         for total in (one for slot in self._sums.values() for one in slot):
             total.zero_()
-
-    def forget_sums(self) -> None:
-        """Forget all sums."""
-        self._sums = {}
 
     # -- memory -----------------------------------------------------------------------------------------------------
 
@@ -154,5 +161,5 @@ class HotReplicas:
 
     def release(self) -> None:
         """Free everything."""
-        self.forget_sums()
+        self._sums = {}
         self.choose(())

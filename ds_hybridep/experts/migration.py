@@ -52,20 +52,20 @@ class LayerExperts:
     returning: ReturnHandle | None = None
     prefetched: tuple[ReturnHandle, tuple[Tensor, ...]] | None = None
     versions: list[tuple[int, int]] = field(default_factory=list)  # of the owned parameters at their last shipment
-    lacks_frozen: bool = False  # frozen parameters of new hot experts have not travelled
 
     def ship(self, *, is_exact: bool) -> None:
         """Go from any state to SHIPPING.  Does not block."""
-        self.shipment = WeightShipment(self.replicas, is_exact=is_exact or self.lacks_frozen)
+        self.shipment = WeightShipment(self.replicas, is_exact=is_exact)
         self.shipment.load()
         self.versions = self._versions()
         self.weight_pipeline.start(self.shipment)
-        self.weights, self.lacks_frozen = Weights.SHIPPING, False
+        self.weights = Weights.SHIPPING
 
     def choose_hot(self, experts: Sequence[int]) -> None:
-        """Replace the hot experts.  Call between an applied step and the shipment after it."""
-        self.replicas.hot.choose(experts)
-        self.lacks_frozen = not all(block.is_trainable for block in self.replicas.layout.blocks)
+        """Replace the hot experts.  Nothing may be under way, and weights must be shipped next."""
+        assert self.shipment is None, f"{self.replicas.layer}: weights are under way"
+        assert self.returning is None, f"{self.replicas.layer}: gradients are under way"
+        self.replicas.choose_hot(experts)
 
     def finish_shipment(self) -> None:
         """Wait for the weights, and go from SHIPPING to FRESH."""
@@ -143,10 +143,10 @@ class LayerExperts:
 
     def refuse_old(self, version: int) -> None:
         """Raise GradientNotReturnedError if another plan, or other hot experts, have taken over since the forward."""
-        if version != self.replicas.hot.version:
+        if version != self.replicas.version:
             raise GradientNotReturnedError(
                 f"{self.replicas.layer}: this backward belongs to a forward that ran before hybridep changed its plan "
-                f"or was detached; run both before the change, or both after it"
+                f"or its hot experts, or was detached; run both before the change, or both after it"
             )
 
     def _wait(self, pipeline: StagePipeline, transfer: WeightShipment | Reduce) -> None:
@@ -281,11 +281,15 @@ class MigrationManager:
         if wait:
             self.finish_shipments()
 
+    @property
+    def not_returned(self) -> list[str]:
+        """Layers whose replicas hold gradients."""
+        waiting = (Gradients.ACCUMULATING, Gradients.RETURNING)
+        return [layer.replicas.layer for layer in self.layers if layer.gradients in waiting]
+
     def check_returned(self, before: str) -> None:
         """Raise GradientNotReturnedError if replicas hold gradients; `before` says what is about to happen."""
-        waiting = (Gradients.ACCUMULATING, Gradients.RETURNING)
-        left = [layer.replicas.layer for layer in self.layers if layer.gradients in waiting]
-        if left:
+        if left := self.not_returned:
             raise GradientNotReturnedError(
                 f"rank {self._transport.rank}: replica gradients of {left} were not returned to their owners before "
                 f"{before}: these layers did not run in the last backward before it (the accumulation boundary); "
@@ -378,7 +382,7 @@ class _Acquire(Function):
         ctx: Any, manager: MigrationManager, layer: LayerExperts, handle: ReturnHandle, *aliases: Tensor
     ) -> tuple[Tensor, ...]:
         ctx.manager, ctx.layer, ctx.handle, ctx.num_own = manager, layer, handle, len(aliases)
-        ctx.version = layer.replicas.hot.version
+        ctx.version = layer.replicas.version
         return tuple(weight.detach() for weight in layer.replicas.with_own(aliases))
 
     @staticmethod

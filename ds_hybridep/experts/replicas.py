@@ -16,8 +16,7 @@ from torch import Tensor, nn
 
 from ds_hybridep.experts.codecs import ExpertCodecs
 from ds_hybridep.experts.hot import HotReplicas
-from ds_hybridep.experts.slots import OwnSlot, SlotLayout
-from ds_hybridep.plan.cluster import flatten, unflatten
+from ds_hybridep.experts.slots import OwnSlot, Places, SlotLayout
 from ds_hybridep.plan.partition import Partition
 from ds_hybridep.sync.feedback import Encoding
 from ds_hybridep.sync.gradients import GradientMemory, StepChanges
@@ -31,7 +30,7 @@ from ds_hybridep.transport.channels import Purpose
 from ds_hybridep.transport.streams import streams_of
 
 
-class Replicas:
+class Replicas(Places):
     """One layer's replicas on this rank.
 
     Args:
@@ -54,18 +53,14 @@ class Replicas:
         is_grouped: bool = False,
         hot_level: int | None = None,
     ) -> None:
-        self.layer, self.is_grouped, self.hot_level = layer, is_grouped, hot_level
-        self.partition, self.stages, self.encoding = partition, stages, encoding
+        self.is_grouped, self.stages, self.encoding = is_grouped, stages, encoding
         self.device = next(experts[0].parameters()).device
         self.layout = SlotLayout(experts, self.device, is_grouped=is_grouped)
         self.trainable_names = tuple(piece.name for piece in self.layout.trainable)
         # 1. Slots.
-        self.domain_ranks = partition.domain_ranks(rank)
-        self.own_slot = partition.offset_index(rank)
-        self.near_slots = tuple(slot for slot in range(len(self.domain_ranks)) if self.are_near(slot, self.own_slot))
-        self.replica_slots = tuple(slot for slot in self.near_slots if slot != self.own_slot)
+        super().__init__(layer, partition, rank, self.layout.num_local, hot_level)
         self.slot_parts = [
-            self._parts(slot) if slot in self.near_slots else () for slot in range(2 * len(self.domain_ranks))
+            _parts_of(self, slot) if slot in self.near_slots else () for slot in range(2 * len(self.domain_ranks))
         ]
         self.parts = self.slot_parts[self.own_slot]
         # 2. Weights, and views of them.
@@ -73,60 +68,35 @@ class Replicas:
         self.own = OwnSlot(layer, experts, self.layout, encoding.master_of)
         self._weights = {slot: [*map(self.layout.new, self.layout.blocks)] for slot in self.replica_slots}
         self._views = {slot: self.layout.by_name(weights) for slot, weights in self._weights.items()}
-        experts_of = [self.expert_ids(slot) for slot in range(len(self.domain_ranks))]
-        self.hot = HotReplicas(self.layout, experts_of, self.near_slots)
+        self.version = 0  # grows when slots change
+        self.hot: HotReplicas | None = None
+        if hot_level is not None:
+            self.hot = HotReplicas(
+                self.layout, [*map(self.expert_ids, range(len(self.domain_ranks)))], self.near_slots
+            )
         # 3. Sums of gradients, by slot, for each trainable block.
         self._sums: dict[int, list[Tensor]] = {}
-        # 4. What lossy codecs keep.
         self.feedback = _codecs_of(self, changes, rank)
-
-    def _parts(self, slot: int) -> tuple[PacketPart, ...]:
-        """Return the parts of the messages of a slot."""
-        num_local, first = self.layout.num_local, self.expert_ids(slot).start
-        return tuple(
-            PacketPart(
-                piece.shape,
-                num_local,
-                (((stacked(self.layer, piece.name), first * piece.shape.numel()), num_local * piece.shape.numel()),),
-                block.dtype,
-            )
-            for block in self.layout.trainable_blocks
-            for piece in block.slices
-        )
 
     @property
     def weights(self) -> list[Tensor]:
         """All weights that are held, of all slots and blocks."""
-        return [*self.own.held, *(weights for slot in self._weights.values() for weights in slot), *self.hot.held]
+        of_hot = [] if self.hot is None else self.hot.held
+        return [*self.own.held, *(weights for slot in self._weights.values() for weights in slot), *of_hot]
 
-    def are_near(self, slot: int, other: int) -> bool:
-        """Return True if the ranks of two slots hold each other's slots as a whole, not just their hot experts."""
-        sizes = self.partition.domain_sizes
-        return (
-            self.hot_level is None
-            or unflatten(slot, sizes)[self.hot_level] == (unflatten(other, sizes)[self.hot_level])
-        )
-
-    def near_to(self, slot: int, other: int) -> int:
-        """Return the slot of the rank that differs from `other` at the hot level only, where it is as `slot`."""
-        assert self.hot_level is not None
-        sizes = self.partition.domain_sizes
-        place = list(unflatten(other, sizes))
-        place[self.hot_level] = unflatten(slot, sizes)[self.hot_level]
-        return flatten(place, sizes)
+    def choose_hot(self, experts: Sequence[int]) -> None:
+        """Replace the hot experts.  No gradients may wait, and weights must be shipped next."""
+        assert self.hot is not None
+        self.hot.choose(experts)
+        self.version += 1
 
     @property
-    def held_experts(self) -> list[list[int]]:
-        """The global experts that this rank computes, by slot in the order of `by_slot`."""
-        return [list(self.expert_ids(slot)) for slot in self.near_slots] + [
-            self.hot.experts_in(slot) for slot in self.hot.slots
-        ]
+    def hot_slots(self) -> tuple[int, ...]:
+        return () if self.hot is None else self.hot.slots
 
-    def level_between(self, slot: int, other: int) -> int:
-        """Return the slowest level between the ranks of two slots."""
-        level = self.partition.cluster.level_between(self.domain_ranks[slot], self.domain_ranks[other])
-        assert level is not None, f"{self.layer}: slots {slot} and {other} are of one rank"
-        return level
+    def _hot_of(self, slot: int) -> HotReplicas | None:
+        """Return what has this slot, if it is one of hot experts."""
+        return self.hot if slot >= len(self.domain_ranks) else None
 
     # -- what slots hold ----------------------------------------------------------------------------------------
 
@@ -134,11 +104,11 @@ class Replicas:
         """Return the weights of a slot, [e * n] for each block; the own slot must have been filled."""
         if slot == self.own_slot:
             return self.own.values(trainable_only=trainable_only)
-        if slot >= len(self.domain_ranks):
-            near = slot - len(self.domain_ranks)
-            if near in self.replica_slots:  # what came over slower levels goes on
-                return self.hot.copy(slot, self.weights_by_name(near), trainable_only=trainable_only)
-            return self.hot.values(slot, trainable_only=trainable_only)
+        if (hot := self._hot_of(slot)) is not None:
+            trainable_only = trainable_only and not hot.lacks_frozen
+            if (near := slot - len(self.domain_ranks)) in self.replica_slots:  # what came over slower levels goes on
+                return hot.copy(slot, self.weights_by_name(near), trainable_only=trainable_only)
+            return hot.values(slot, trainable_only=trainable_only)
         pairs = zip(self.layout.blocks, self._weights[slot], strict=True)
         return [weights for block, weights in pairs if block.is_trainable or not trainable_only]
 
@@ -148,34 +118,34 @@ class Replicas:
 
     def weights_by_name(self, slot: int) -> list[dict[str, Tensor]]:
         """Return the weights of a slot by parameter name, for each module of `experts`."""
-        if slot >= len(self.domain_ranks):
-            return self.hot.weights_by_name(slot)
+        if (hot := self._hot_of(slot)) is not None:
+            return hot.weights_by_name(slot)
         return self.own.by_name() if slot == self.own_slot else self._views[slot]
 
     def sum_sizes(self, slot: int) -> list[tuple[int, torch.dtype]]:
-        if slot >= len(self.domain_ranks):
-            return self.hot.sum_sizes(slot)
+        if (hot := self._hot_of(slot)) is not None:
+            return hot.sum_sizes(slot)
         return [(self.layout.num_local * one.num_elements, one.dtype) for one in self.layout.trainable_blocks]
 
     def make_sums(self) -> None:
-        if self.own_slot not in self._sums:
-            self._make_sums(self.own_slot)
+        self._make_sums(self.own_slot)
 
     def sums(self, slot: int) -> list[Tensor]:
         """Return a slot's partial gradients, fp32 [e * n] for each trainable block."""
-        if slot >= len(self.domain_ranks):
-            return self.hot.sums(slot)
+        if (hot := self._hot_of(slot)) is not None:
+            return hot.sums(slot)
         self.sum_parts(slot)
         return self._sums[slot]
 
     def sum_parts(self, slot: int) -> list[Tensor]:
         parts = self.layout.parts(self._sums[slot])
-        self.hot.add_returned(slot, parts)
+        if self.hot is not None:
+            self.hot.add_returned(slot, parts)
         return parts
 
     def drop_sums(self, slot: int) -> None:
-        is_hot = slot >= len(self.domain_ranks)
-        self.free_behind_side(self.hot.drop_sums(slot) if is_hot else self._sums.pop(slot))
+        hot = self._hot_of(slot)
+        self.free_behind_side(self._sums.pop(slot) if hot is None else hot.drop_sums(slot))
 
     def loss_scale(self) -> float:
         return self.encoding.loss_scale()
@@ -189,13 +159,13 @@ class Replicas:
     def with_own(self, own: Sequence[Tensor]) -> list[Tensor]:
         """Return trainable weights: first `own`, or under ZeRO-3 the copy of the last shipment; then the replicas'."""
         given = self.trainable_weights([self.own_slot]) if self.own.is_partitioned else list(own)
-        return given + self.trainable_weights([*self.replica_slots, *self.hot.slots])
+        return given + self.trainable_weights([*self.replica_slots, *self.hot_slots])
 
     def by_slot(self, tensors: Iterable[Tensor]) -> list[list[dict[str, Tensor]]]:
         """Return weights by [slot][module], hot experts last; trainable ones are `tensors`, in order of `with_own`."""
         iterator = iter(tensors)
-        slots: dict[int, list[dict[str, Tensor]]] = {slot: [] for slot in (*self.near_slots, *self.hot.slots)}
-        for slot in (self.own_slot, *self.replica_slots, *self.hot.slots):
+        slots: dict[int, list[dict[str, Tensor]]] = {slot: [] for slot in (*self.near_slots, *self.hot_slots)}
+        for slot in (self.own_slot, *self.replica_slots, *self.hot_slots):
             for held in self.weights_by_name(slot):
                 # A grouped module gets all its weights: without them it would run with ZeRO-3's hooks.
                 weights = {} if slot == self.own_slot and not self.is_grouped else dict(held)
@@ -212,15 +182,15 @@ class Replicas:
         """
         iterator = iter(gradients)
         for slot in self.replica_slots:
-            if slot not in self._sums:
-                self._make_sums(slot)
+            self._make_sums(slot)
             for part in self.layout.by_module(self.sum_parts(slot)):
                 part.add_(next(iterator))
-        for part in (part for slot in self.hot.slots for part in self.hot.sums_by_module(slot)):
+        for part in () if self.hot is None else self.hot.all_sums():
             part.add_(next(iterator))
 
     def _make_sums(self, slot: int) -> None:
-        self._sums[slot] = [self.layout.new(block, torch.float32) for block in self.layout.trainable_blocks]
+        if slot not in self._sums:
+            self._sums[slot] = [self.layout.new(block, torch.float32) for block in self.layout.trainable_blocks]
 
     def take_returned(self) -> list[Tensor]:
         """Return what came back for the owned experts, fp32, by `experts` and `trainable_names`, and drop all sums."""
@@ -233,8 +203,8 @@ class Replicas:
         """Drop all partial gradients; is_in_use: a return is under way, and goes on with zeros."""
         if not is_in_use:
             self._sums = {}
-            self.hot.forget_sums()
-        self.hot.clear_sums()
+        if self.hot is not None:
+            self.hot.clear_sums(forgets=not is_in_use)
         for sums in (one for slot in self._sums.values() for one in slot):
             sums.zero_()
 
@@ -301,16 +271,30 @@ class Replicas:
     def free_sent(self) -> None:
         """Free what only a shipment needed, once it has ended."""
         self.own.free()
-        self.hot.free()
+        if self.hot is not None:
+            self.hot.free()
 
     def release(self) -> None:
         self.own.release()
-        self.hot.release()
         self._weights, self._views, self._sums, self.feedback = {}, {}, {}, None
+        if self.hot is not None:
+            self.hot.release()
+        self.version += 1
 
-    def expert_ids(self, slot: int) -> range:
-        owner = self.partition.group_ranks.index(self.domain_ranks[slot])
-        return range(owner * self.layout.num_local, (owner + 1) * self.layout.num_local)
+
+def _parts_of(replicas: Replicas, slot: int) -> tuple[PacketPart, ...]:
+    """Return the parts of the messages of a slot."""
+    num_local, first = replicas.layout.num_local, replicas.expert_ids(slot).start
+    return tuple(
+        PacketPart(
+            piece.shape,
+            num_local,
+            (((stacked(replicas.layer, piece.name), first * piece.shape.numel()), num_local * piece.shape.numel()),),
+            block.dtype,
+        )
+        for block in replicas.layout.trainable_blocks
+        for piece in block.slices
+    )
 
 
 def _codecs_of(replicas: Replicas, changes: StepChanges, rank: int) -> ExpertCodecs | None:
@@ -354,8 +338,7 @@ class WeightShipment(Gather):
         weights = replicas.own.copy() if patches is not None else []
         if patches is None and (is_sent or replicas.own.is_partitioned):
             replicas.own.fill(trainable_only=not self._is_exact)
-        own_hot = replicas.own_slot + len(replicas.domain_ranks)
-        replicas.hot.copy(own_hot, replicas.own.by_name(), trainable_only=not self._is_exact)
+        self._copy_hot(weights)
         if feedback is None or not feedback.senders:
             return
         with nullcontext() if streams is None else streams.aside(), feedback.counters.timing("encode_s"):
@@ -377,3 +360,16 @@ class WeightShipment(Gather):
         replicas.forget_sent()
         if not is_sent:
             replicas.own.free()
+
+    def _copy_hot(self, weights: Sequence[Tensor]) -> None:
+        """Copy the owned hot experts.  weights: as `OwnSlot.copy`, if the own slot has older ones; else empty."""
+        replicas = self._replicas_of_layer
+        if (hot := replicas.hot) is None:
+            return
+        trainable_only = not (self._is_exact or hot.lacks_frozen)
+        held = replicas.own.by_name()
+        if weights:
+            newer = replicas.layout.by_name(weights, trainable_only=True)
+            held = [{**one, **new} for one, new in zip(held, newer, strict=True)]
+        hot.make_room(trainable_only=trainable_only)
+        hot.copy(replicas.own_slot + len(replicas.domain_ranks), held, trainable_only=trainable_only)

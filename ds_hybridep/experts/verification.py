@@ -101,10 +101,12 @@ def _weights_of(replicas: Replicas, slot: int, *, frozen_only: bool) -> Iterator
 def _hot_weights_of(replicas: Replicas, slot: int) -> Iterator[Tensor]:
     """Yield the weights of a slot's hot experts, expert by expert: of a near slot those of the whole slot."""
     near = slot - len(replicas.domain_ranks)
+    if replicas.hot is None:
+        return
     if near in replicas.near_slots:
-        if replicas.hot.copy(slot, replicas.weights_by_name(near), trainable_only=False):
-            yield from replicas.hot.values(slot, trainable_only=False)
-            replicas.hot.free()
+        replicas.hot.make_room(trainable_only=False)
+        yield from replicas.hot.copy(slot, replicas.weights_by_name(near), trainable_only=False)
+        replicas.hot.free()
     else:
         yield from replicas.hot.values(slot, trainable_only=False)
 

@@ -86,7 +86,7 @@ class PlannedLayer:
             "spans": list(self.partition.spans),
             "domain_sizes": list(self.partition.domain_sizes),
             "token_exchange": self.exchange,
-            "hot_level": self.hot_level,
+            **({} if self.hot_level is None else {"hot_level": self.hot_level}),
             "expert": [
                 [str(block.dtype), block.is_trainable, [[piece.name, list(piece.shape)] for piece in block.slices]]
                 for block in self._blocks
@@ -157,6 +157,8 @@ class Builder:
             exchanges = build_exchanges(
                 route, transport, spec.group, self.kernels, spec.name, device, level_formats=formats
             )
+            if layer.hot_level is not None:
+                transport.channel("loads", spec.group_ranks, background=True)
             stages = connect(gather_stages(layer.of_hot, rank, layer.hot_level), transport, spec.group, device)
             connected.append((layer, exchanges, stages))
         # 2. Memory.

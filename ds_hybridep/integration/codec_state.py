@@ -53,7 +53,7 @@ class CodecState:
     def plan(self) -> str:
         """One string of all that the state of lossy codecs depends on: levels, domains, codecs, layers and sums."""
         levels = [
-            [level.size, level.domain_size, level.hot_experts, *(codec.spec for codec in level.all_codecs)]
+            [level.size, level.domain_size, *(codec.spec for codec in level.all_codecs)]
             for level in self._config.levels
         ]
         layers = [layer.canonical() for layer in self._planned]
@@ -95,7 +95,10 @@ class CodecState:
         files = sorted(folder.glob(PATTERN))
         saved = self._of_this_plan(folder, files, step)
         if saved is not None:
-            self._hot.load_state_dict(saved["hot_experts"])
+            if self._hot.layers:
+                self._migration.finish()  # nothing may be under way when hot experts change
+                # In the middle of an accumulation, replicas have gradients that are still to return.
+                self._hot.load_state_dict(saved["hot_experts"], keeps_choice=bool(self._migration.not_returned))
             self._migration.refresh()
             for replicas in self.replicas:
                 if replicas.feedback is not None:
@@ -189,8 +192,13 @@ def _rank_of(path: Path) -> int:
 
 
 def missing_ranks(files: Sequence[Path], step: int) -> list[int]:
-    """Return the ranks of the job that saved `files` at a step whose files are not there."""
-    sizes = (saved["world_size"] for saved in map(read, files) if saved["step"] == step)
+    """Return the ranks of the job that saved `files` at a step whose files are not there.
+
+    Files without anything that codecs have kept do not count.
+    """
+    kept = ("experts", "synchronised", "undelivered")
+    found = (saved for saved in map(read, files) if saved["step"] == step and any(saved[one] for one in kept))
+    sizes = (saved["world_size"] for saved in found)
     return sorted(set(range(next(sizes, 0))) - set(map(_rank_of, files)))
 
 

@@ -115,7 +115,10 @@ class HotLayer:
         if choices[self._own_domain] != self.choices[self._own_domain]:
             self.experts.choose_hot(choices[self._own_domain])
             replicas, layer = self.experts.replicas, self.layer
-            made = HeldExperts.of(replicas.held_experts, self.spec.num_experts, replicas.device)
+            assert replicas.hot is not None
+            by_slot: list[Sequence[int]] = [replicas.expert_ids(slot) for slot in replicas.near_slots]
+            by_slot += [replicas.hot.experts_in(slot) for slot in replicas.hot.slots]
+            made = HeldExperts.of(by_slot, self.spec.num_experts, replicas.device)
             layer.held.by_slot, layer.held.table = made.by_slot, made.table
         self.choices, self.num_changes = list(choices), self.num_changes + 1
         hot = [expert for choice in choices for expert in choice]
@@ -125,23 +128,24 @@ class HotLayer:
             exchange.expert_to_destination = table.to(exchange.expert_to_destination.device)
 
     def report(self) -> dict[str, Any]:
-        """Return the hot experts, the changes so far, and max over mean of the rows per rank without and with them."""
+        """Return the hot experts, the changes so far, and the load of the fullest rank without and with them.
+
+        "load_before" and "load_after" are its rows over the mean, "rows_before" and "rows_after" its rows per step, to
+        which its memory of activations is proportional; all None before the first step.
+        """
         hot = sorted(expert for choice in self.choices for expert in choice)
-        record = {"hot_experts": hot, "hot_changes": self.num_changes, "load_before": None, "load_after": None}
-        if not self.loads:
-            return record
+        record: dict[str, Any] = {"hot_experts": hot, "hot_changes": self.num_changes}
         mean = sum(self.loads) / (self.num_ranks * len(self._domains))
-        fullest = []
-        for chosen in ([()] * len(self._domains), self.choices):
-            of_ranks = [
-                rank_loads(
-                    [self.loads[expert] for expert in experts], [self._owners[expert] for expert in experts],
-                    self.num_ranks, [experts.index(one) for one in choice],
-                )
-                for experts, choice in zip(self._domains, chosen, strict=True)
-            ]  # fmt: skip
-            fullest.append(max(map(max, of_ranks)) / max(mean, 1e-30))
-        return {**record, "load_before": fullest[0], "load_after": fullest[1]}
+        for name, choices in (("before", [()] * len(self._domains)), ("after", self.choices)):
+            rows = max(map(self._fullest, self._domains, choices)) if self.loads else None
+            record[f"load_{name}"] = None if rows is None else rows / mean
+            record[f"rows_{name}"] = None if rows is None else rows / self.partition.domain_size
+        return record
+
+    def _fullest(self, experts: Sequence[int], hot: Sequence[int]) -> float:
+        """Return the rows of the fullest rank of a domain of hot experts."""
+        loads, owners = [self.loads[one] for one in experts], [self._owners[one] for one in experts]
+        return max(rank_loads(loads, owners, self.num_ranks, [experts.index(one) for one in hot]))
 
 
 class HotExperts:
@@ -175,8 +179,6 @@ class HotExperts:
 
     def after_step(self, *, was_applied: bool) -> None:
         """Call after each optimizer step, before weights are shipped; an applied one may change the hot experts."""
-        if not self.layers:
-            return
         self.send_counts()
         self._take()
         if was_applied:
@@ -210,22 +212,33 @@ class HotExperts:
 
     # -- what hot experts cost --------------------------------------------------------------------------------------
 
+    def _limit(self) -> int | None:
+        """Return the most hot experts of a layer by the settings; None if the free memory is to say it."""
+        at = self._config.hot_level
+        assert at is not None
+        wanted, gigabytes = self._config.levels[at].hot_experts, self._config.levels[at].hot_memory_gb
+        if gigabytes is None:
+            return None if wanted == AUTO else int(wanted)
+        fitting = math.floor(gigabytes * 1e9 / self._bytes_of_one)
+        if wanted == AUTO or fitting >= int(wanted):
+            return fitting if wanted == AUTO else int(wanted)
+        warn_once(
+            f"hybridep.levels[{at}].hot_experts is {wanted}, but hot_memory_gb {gigabytes} has room for {fitting} in "
+            f"each layer ({self._bytes_of_one / 1e9:.3g} GB for one in all {len(self.layers)} layers)"
+        )
+        return fitting
+
+    @property
+    def _bytes_of_one(self) -> int:
+        """Bytes of one hot expert in every layer."""
+        return sum(one.expert_bytes for one in self.layers.values())
+
     def _measure(self) -> tuple[int, HotCosts]:
         """Return the most hot experts of a layer, and what decides whether they pay."""
-        layers, at = list(self.layers.values()), self._config.hot_level
+        at, limit, spec = self._config.hot_level, self._limit(), next(iter(self.layers.values())).spec
         assert at is not None
-        level, spec = self._config.levels[at], layers[0].spec
-        wanted, gigabytes = level.hot_experts, level.hot_memory_gb
-        if wanted != AUTO and gigabytes is None:
-            return int(wanted), ROWS_ONLY
-        of_all = sum(one.expert_bytes for one in layers)  # one hot expert in every layer
-        if wanted != AUTO and gigabytes is not None:
-            limit = min(int(wanted), math.floor(gigabytes * 1e9 / of_all))
-            if limit < int(wanted):
-                warn_once(
-                    f"hybridep.levels[{at}].hot_experts is {wanted}, but hot_memory_gb {gigabytes} has room for "
-                    f"{limit} in each layer ({of_all / 1e9:.3g} GB for one in all {len(layers)} layers)"
-                )
+        if self._config.levels[at].hot_experts != AUTO:
+            assert limit is not None
             return limit, ROWS_ONLY
         probe = LinkProbe(self._transport, spec.sample.device)
         cluster = probe.cluster
@@ -233,19 +246,24 @@ class HotExperts:
             measured = probe.measure(at, limit_s=PROBE_LIMIT_S)
             cluster = type(cluster)((*cluster.levels[:at], measured, *cluster.levels[at + 1 :]))
         rates = measure_experts(spec, probe, cluster)
-        free_bytes, _ = memory_left(spec.sample.device, ranks_on_host(probe))
-        left = min(row[0] for row in probe.table([free_bytes]))
-        most_bytes = MEMORY_SHARE * left if gigabytes is None else gigabytes * 1e9
+        if limit is None:
+            free_bytes, _ = memory_left(spec.sample.device, ranks_on_host(probe))
+            left = min(row[0] for row in probe.table([free_bytes]))
+            limit = math.floor(MEMORY_SHARE * left / self._bytes_of_one)
         rate = (cluster.levels[at].link.bandwidth_bytes_per_s or math.inf) / ranks_below(cluster)[at]
         travels = 2 * expert_params(spec, trainable_only=True) * spec.sample.element_size() * rates.wire_factor
-        costs = HotCosts(row_s=6.0 * expert_params(spec) / rates.flops_per_s, copy_s=travels / rate)
-        return math.floor(most_bytes / of_all), costs
+        return limit, HotCosts(row_s=6.0 * expert_params(spec) / rates.flops_per_s, copy_s=travels / rate)
 
     # -- other plans, checkpoints -----------------------------------------------------------------------------------
 
     def follow(self, earlier: "HotExperts") -> None:
         """Go on with what an earlier plan has measured."""
-        if [level.hot_experts for level in self._config.levels] == [one.hot_experts for one in earlier._config.levels]:
+        at = self._config.hot_level
+        if (
+            at is not None
+            and at == earlier._config.hot_level
+            and self._config.levels[at] == earlier._config.levels[at]
+        ):
             self._limit_and_costs = earlier._limit_and_costs
         for name, one in self.layers.items():
             if name in earlier.layers:
@@ -263,16 +281,25 @@ class HotExperts:
             },
         }
 
-    def load_state_dict(self, saved: Mapping[str, Any]) -> None:
-        """Restore what `state_dict` returned under the same plan, between two steps and before weights are shipped."""
+    def load_state_dict(self, saved: Mapping[str, Any], *, keeps_choice: bool = False) -> None:
+        """Restore what `state_dict` returned under the same plan, with nothing under way and before weights leave.
+
+        keeps_choice: keep the present hot experts.
+        """
+        for transfer, _, _ in self._under_way:  # counts of before the load
+            transfer.wait()
+        self._under_way = []
         if saved["costs"] is not None:
             limit, row_s, copy_s = saved["costs"]
-            self._limit_and_costs = int(limit), HotCosts(row_s=row_s, copy_s=copy_s)
+            by_settings = self._limit()
+            most = int(limit) if by_settings is None else by_settings
+            self._limit_and_costs = most, HotCosts(row_s=row_s, copy_s=copy_s)
         for name, kept in saved["layers"].items():
             one = self.layers[name]
             one.loads = list(kept["loads"])
             one.take_counts()  # rows of before the load
-            one.apply([tuple(choice) for choice in kept["choices"]])
+            if not keeps_choice:
+                one.apply([tuple(choice) for choice in kept["choices"]])
 
     def loads(self) -> dict[str, dict[str, float]]:
         """Return max over mean of the rows per rank by layer, without and with its hot experts, once it is known."""

@@ -77,7 +77,8 @@ class HybridRuntime:
         self.layer_stats: dict[str, LayerStats] = {name: layer.stats for name, layer in self.layers.items()}
         pairs = [(self.layers[layer.spec.name], layer) for layer in ours]
         self.hot = HotExperts(config, transport, pairs)
-        self.migration.before_return = self.hot.send_counts
+        if self.hot.layers:
+            self.migration.before_return = self.hot.send_counts
         self.codecs = CodecState(
             config, transport, planned, self.migration, waiting, self.syncs, self._changes, self.hot
         )
@@ -123,7 +124,8 @@ class HybridRuntime:
         ships: send the new weights to their replicas; False if another plan follows, which ships all weights.
         """
         self._is_stepping = self._is_committed = False
-        self.hot.after_step(was_applied=was_applied)
+        if self.hot.layers:
+            self.hot.after_step(was_applied=was_applied)
         if was_applied:
             self._changes.commit()
             self.migration.after_step(ships=ships)

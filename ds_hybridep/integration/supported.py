@@ -172,10 +172,10 @@ def untested_settings(ds_config: Mapping[str, Any], zero: Any) -> list[str]:
 
 def _refuse_partitioned(engine: Any, config: HybridEPConfig, layers: Mapping[str, nn.Module]) -> None:
     """Raise UnsupportedError for settings that do not work together with ZeRO stage 3."""
-    if config.is_planned:
+    if config.is_planned or any(level.hot_experts == AUTO for level in config.levels):
         raise UnsupportedError(
             'a hybridep setting is "auto", but plans are not made for ZeRO stage 3, whose gathers of parameters they '
-            "do not count; write sizes and codecs, or use stage 0, 1 or 2"
+            "do not count; write sizes, codecs and numbers of hot experts, or use stage 0, 1 or 2"
         )
     leaves = [name for name, module in engine.module.named_modules() if getattr(module, "_z3_leaf", False)]
     inside = [leaf for leaf in leaves for name in layers if f"{name}.experts".startswith(f"{leaf}." if leaf else "")]

@@ -55,6 +55,7 @@ def activations_of(
     share: float = 1.0,
     in_flight: int = 1,
     has_loss: bool = True,
+    fullest: float = 1.0,
 ) -> Activations:
     """Estimate the activations of one rank, or of one rank in a stage of a pipeline.
 
@@ -62,10 +63,11 @@ def activations_of(
     is_padded: experts compute their whole capacity, as in DeepSpeed's layer.
     share, in_flight, has_loss: for a stage of a pipeline: its share of the layers, its micro-batches between forward
         and backward, and whether it is the last stage.
+    fullest: rows that the rank computes over those of even routing.
     """
     model, widths = workload.model, workload.model.widths
     tokens, element = workload.tokens_per_rank, workload.param_bytes
-    num_rows = workload.expert_capacity * model.num_experts if is_padded else workload.expert_rows
+    num_rows = workload.expert_capacity * model.num_experts if is_padded else workload.expert_rows * fullest
     kept = tokens * _attention_bytes(workload) + _experts_bytes(workload, num_rows)
     kept_dense = tokens * (_attention_bytes(workload) + 4 * element * widths.dense_ffn)
     num_dense = widths.num_layers - model.num_moe_layers
@@ -97,7 +99,7 @@ def _attention_bytes(workload: Workload) -> float:
     return 2 * _norm_bytes(workload) + kept + (MASTER_BYTES + element) * widths.attention_norms
 
 
-def _experts_bytes(workload: Workload, num_rows: int) -> float:
+def _experts_bytes(workload: Workload, num_rows: float) -> float:
     """Bytes of all tokens in a layer: router, routed and shared experts."""
     model, widths, element = workload.model, workload.model.widths, workload.param_bytes
     each_row = element * (2 * model.hidden + 4 * widths.expert_ffn) + INDEX_BYTES_PER_ROW

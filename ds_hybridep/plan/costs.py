@@ -5,11 +5,11 @@ import math
 from functools import lru_cache
 from typing import Literal
 
-from ds_hybridep.errors import PlanError
 from ds_hybridep.plan.cluster import Cluster
 from ds_hybridep.plan.depth import return_depth
 from ds_hybridep.plan.layout import IDENTITY, Layout
 from ds_hybridep.plan.packets import Part
+from ds_hybridep.plan.routing import experts_per_rank, routing_of
 from ds_hybridep.plan.slots import part_of
 from ds_hybridep.plan.token_route import expected_rows
 from ds_hybridep.plan.workload import MASTER_BYTES, Workload
@@ -26,16 +26,20 @@ def ranks_below(cluster: Cluster) -> tuple[int, ...]:
 
 
 def row_counts(layout: Layout, workload: Workload) -> tuple[float, ...]:
-    """Rows that one rank sends over each level in one dispatch; DeepSpeed's layer sends each expert's capacity."""
+    """Rows that one rank sends over each level in one dispatch, on average; DeepSpeed's layer sends the capacity."""
     model = workload.model
     if layout.is_padded:
         rows_per_peer = padded_rows(layout, workload)
         # (span_l - 1) span_(l+1) span_(l+2) ... peers differ from the rank first at level l.
         peers = ((span - 1) * math.prod(layout.spans[level + 1 :]) for level, span in enumerate(layout.spans))
         return tuple(count * rows_per_peer for count in peers)
-    rows = expected_rows(
-        layout.domain_counts, model.num_experts, model.top_k, workload.tokens_per_rank, layout.exchange
-    )
+    routing = routing_of(layout, workload)
+    if routing.is_even:
+        rows = expected_rows(
+            layout.domain_counts, model.num_experts, model.top_k, workload.tokens_per_rank, layout.exchange
+        )
+    else:
+        rows = tuple(workload.tokens_per_rank * count for count in routing.sent_rows(layout.exchange))
     return tuple(workload.row_scale * count for count in rows)
 
 
@@ -56,16 +60,6 @@ def layers_in_flight(layout: Layout, workload: Workload) -> int:
     """Layers between the start of a gradient's return and the wait for it."""
     layer_bytes = MASTER_BYTES * experts_per_rank(layout, workload) * workload.expert_travel_params
     return return_depth(workload.model.num_moe_layers, layer_bytes, layout.prefetch_depth)
-
-
-def experts_per_rank(layout: Layout, workload: Workload) -> int:
-    """Number e of experts that one rank owns.  Raises PlanError if the group cannot share them evenly."""
-    num_experts = workload.model.num_experts
-    if num_experts % layout.group_size:
-        raise PlanError(
-            f"{num_experts} experts cannot be shared evenly by an expert-parallel group of {layout.group_size} ranks"
-        )
-    return num_experts // layout.group_size
 
 
 def has_patches(layout: Layout) -> bool:

@@ -12,7 +12,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 LEAST_GAIN = 0.02  # share of the layer's expert time that a change must save
-TIE = 0.01  # share by which times may differ and count as equal
+TIE = 0.05  # share by which times may differ and count as equal
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,7 +34,7 @@ def rank_loads(
 
     loads: rows of each expert, [E]; owners: the rank of the group that owns it, [E].
     """
-    shared = sum(loads[expert] for expert in sorted(hot)) / num_ranks
+    shared, hot = sum(loads[expert] for expert in sorted(hot)) / num_ranks, frozenset(hot)
     computed = [shared] * num_ranks
     for expert, owner in enumerate(owners):
         if expert not in hot:

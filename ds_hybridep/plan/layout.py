@@ -147,6 +147,8 @@ class Layout:
     prefetch_depth: least layers between the start of a gradient's return and the wait for it; see `return_depth`.
     is_padded: use DeepSpeed's own layer instead of ours: it has padded all-to-alls and no domains.
     state: where codecs keep residuals, mirrors and fp32 copies.
+    hot_experts, hot_level: most hot experts of a layer in each part of the group that shares them, and the level
+        inside which they have replicas (`plan.routing`).
     """
 
     spans: tuple[int, ...]
@@ -156,10 +158,19 @@ class Layout:
     exchange: TokenExchange = "direct"
     is_padded: bool = False
     state: Literal["device", "host"] = "device"
+    hot_experts: int = 0
+    hot_level: int | None = None
 
     def __post_init__(self) -> None:
         if any(size < 1 or span % size for span, size in zip(self.spans, self.domain_sizes, strict=True)):
             raise PlanError(f"domain sizes {self.domain_sizes} do not divide the group's spans {self.spans}")
+        alone = [level for level, size in enumerate(self.domain_sizes) if size == 1]
+        if self.hot_experts and (self.is_padded or self.hot_level not in alone):
+            raise PlanError(
+                f"{self.hot_experts} hot experts inside level {self.hot_level} do not fit domain sizes "
+                f"{self.domain_sizes}{' and padded all-to-alls' if self.is_padded else ''}: give a level with domain "
+                f"size 1 and our own exchange"
+            )
 
     def check_fits(self, cluster: Cluster) -> None:
         """Raises PlanError if the levels of a cluster cannot be cut into groups of these spans."""
@@ -171,6 +182,11 @@ class Layout:
     def domain_counts(self) -> tuple[int, ...]:
         """Number of domains at each level."""
         return tuple(span // size for span, size in zip(self.spans, self.domain_sizes, strict=True))
+
+    @property
+    def hot_by_level(self) -> tuple[int, ...]:
+        """Most hot experts inside each level."""
+        return tuple(self.hot_experts if level == self.hot_level else 0 for level in range(len(self.spans)))
 
     @property
     def group_size(self) -> int:

@@ -9,7 +9,6 @@ from itertools import accumulate
 from ds_hybridep.plan.activations import activations_of
 from ds_hybridep.plan.cluster import Cluster
 from ds_hybridep.plan.costs import (
-    experts_per_rank,
     gradient_residuals,
     has_patches,
     layers_in_flight,
@@ -17,6 +16,7 @@ from ds_hybridep.plan.costs import (
 )
 from ds_hybridep.plan.held import dense_parameters, shared_experts
 from ds_hybridep.plan.layout import Layout
+from ds_hybridep.plan.routing import experts_per_rank, routing_of
 from ds_hybridep.plan.workload import ADAM_BYTES, MASTER_BYTES, Workload
 
 # Memory beside the model's tensors: 1 GB for libraries, their buffers and what encoding takes for a moment, 2 GB for
@@ -129,7 +129,13 @@ def memory_of(cluster: Cluster, layout: Layout, workload: Workload) -> Memory:
     replicas = _replicas(layout, workload)
     held = [find(cluster, layout, workload) for find in (dense_parameters, shared_experts)]
     synced = 2 * math.fsum(one.residual_bytes for one in held)  # residuals, and new ones until the step is applied
-    activations = activations_of(workload, num_experts_held=owned * layout.domain_size, is_padded=layout.is_padded)
+    routing = routing_of(layout, workload)
+    activations = activations_of(
+        workload,
+        num_experts_held=owned * layout.domain_size + routing.num_far,
+        is_padded=layout.is_padded,
+        fullest=routing.load_after,
+    )
     is_on_host = layout.state == "host"
     expert_bytes = state_bytes(model.expert_params, workload.expert_travel_params, workload, world // group)
     return Memory(
@@ -154,10 +160,12 @@ def _replicas(layout: Layout, workload: Workload) -> MemoryNeeds:
         staging         one if owned weights leave as they are
         sent last       one if weights leave as patches
 
-    Frozen parameters have copies only.
+    Frozen parameters have copies only.  Replicas of hot experts have copies and sums; while they travel, their owner
+    has a copy, or a sum of what returns.
     """
     num_others, element = layout.domain_size - 1, workload.param_bytes
-    if not num_others:
+    routing = routing_of(layout, workload)
+    if not num_others and not routing.hot:
         return MemoryNeeds()
     owned = experts_per_rank(layout, workload)
     trained = owned * workload.expert_travel_params
@@ -165,21 +173,22 @@ def _replicas(layout: Layout, workload: Workload) -> MemoryNeeds:
     kept = residuals + trained * MASTER_BYTES * lossy_weight_values(layout, workload)
     sends_exactly = any(not layout.codecs[level].weight.is_lossy for level in layout.gather_levels)
     is_on_host = layout.state == "host"
+    of_hot = workload.expert_travel_params * MASTER_BYTES
     layer = LayerNeeds(
-        replicas=owned * num_others * element * workload.model.expert_params,
+        replicas=(owned * num_others + routing.num_far) * element * workload.model.expert_params,
         codecs=0.0 if is_on_host else kept,
         host=kept if is_on_host else 0.0,
-        staging=trained * element * sends_exactly,
+        staging=(trained * sends_exactly + routing.num_near * workload.expert_travel_params) * element,
         sent=trained * element * has_patches(layout),
-        sums=trained * MASTER_BYTES * num_others,
-        own_sums=trained * MASTER_BYTES,
+        sums=trained * MASTER_BYTES * num_others + routing.num_far * of_hot,
+        own_sums=trained * MASTER_BYTES + routing.num_near * of_hot,
         residuals=residuals,
     )
     return needs_of(
         [layer] * workload.model.num_moe_layers,
         depth=layers_in_flight(layout, workload),
         prefetch_depth=layout.prefetch_depth,
-        num_levels=len(layout.gather_levels),
+        num_levels=len(layout.gather_levels) + bool(routing.hot),
         is_on_host=is_on_host,
         accumulates=workload.micro_steps > 1,
     )

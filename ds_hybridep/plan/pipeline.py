@@ -19,9 +19,10 @@ from dataclasses import dataclass
 
 from ds_hybridep.plan.activations import activations_of
 from ds_hybridep.plan.cluster import Cluster, known_or_assumed_bandwidths, latencies_of
-from ds_hybridep.plan.costs import experts_per_rank, ranks_below
+from ds_hybridep.plan.costs import ranks_below
 from ds_hybridep.plan.layout import Layout, Rates
 from ds_hybridep.plan.memory import Memory, state_bytes
+from ds_hybridep.plan.routing import experts_per_rank, routing_of
 from ds_hybridep.plan.stream_model import StepPrediction
 from ds_hybridep.plan.workload import Workload
 
@@ -110,6 +111,7 @@ def _memory(cluster: Cluster, inside: Layout, workload: Workload, ahead: int) ->
             share=share,
             in_flight=min(forwards + 1, num_stages * workload.micro_steps),
             has_loss=stage == num_stages - 1,
+            fullest=routing_of(inside, workload).load_after,
         )
         for stage, forwards in {0: ahead * (num_stages - 1), num_stages - 1: 0}.items()
     )

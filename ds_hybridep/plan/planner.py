@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Search for the plan of least step time: expert group x domain sizes x codecs x token exchange."""
+"""Search for the plan of least step time: expert group x domain sizes x codecs x hot experts x token exchange."""
 
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
@@ -12,6 +12,7 @@ from ds_hybridep.plan.layout import EXACT, ExpertGroup, Layout
 from ds_hybridep.plan.memory import Memory
 from ds_hybridep.plan.question import Question
 from ds_hybridep.plan.rivals import Alternative, alternatives, lacking_note
+from ds_hybridep.plan.routing import Routing, routing_of
 from ds_hybridep.plan.stream_model import StepPrediction, largest_difference
 
 PLAN_VERSION = 2
@@ -26,6 +27,7 @@ class Candidate:
     layout: Layout
     prediction: StepPrediction
     memory: Memory
+    routing: Routing
     lacking_bytes: float = 0.0  # memory that it needs beyond the available memory
     reason: str = ""
 
@@ -35,14 +37,21 @@ class Candidate:
 
     @property
     def label(self) -> str:
-        """Domain sizes, the codecs of each level unless all are exact, and the group."""
-        text = "[" + ",".join(map(str, self.layout.domain_sizes)) + "]"
+        """Domain sizes, hot experts by level if there are any, codecs by level unless all are exact, and the group."""
+        text = listed(self.layout.domain_sizes)
+        if self.layout.hot_experts:
+            text += f" hot {listed(self.layout.hot_by_level)}"
         if self.layout.state == "host":
             text += " host state"
         names = [codecs.label for codecs in self.layout.codecs]
         if any(name != EXACT for name in names):
             text += f" {'|'.join(names)}"
         return text + f" ep {self.group.ep_size}{' strided' if self.group.is_strided else ''}"
+
+
+def listed(values: Iterable[int]) -> str:
+    """Values by level, as in [2,1]."""
+    return "[" + ",".join(map(str, values)) + "]"
 
 
 @dataclass(frozen=True)
@@ -76,7 +85,7 @@ class Plan:
 
     def _fastest(self, ways: Iterable[Alternative]) -> Alternative | None:
         least_s = self.best.step_s * (1 - TIE)
-        faster = (way for way in ways if not way.lacking_bytes and way.step_s < least_s)
+        faster = (way for way in ways if not way.lacking_bytes and way.step_s < least_s and way.dropped <= TIE)
         return min(faster, key=lambda way: way.step_s, default=None)
 
     def to_json(self) -> dict[str, Any]:
@@ -127,27 +136,35 @@ def price_all(question: Question) -> Iterator[Candidate]:
         for domain_sizes in itertools.product(*map(divisors, spans)):
             allowed = (question.codecs_over(level, size) for level, size in enumerate(domain_sizes))
             for codecs in itertools.product(*allowed):
-                layout = Layout(spans=spans, domain_sizes=domain_sizes, codecs=codecs)
-                candidate = _price(question, group, layout)
-                yield candidate
-                if candidate.lacking_bytes and candidate.memory.copies_bytes:
-                    on_host = _price(question, group, replace(layout, state="host"))
-                    if on_host.memory.total_bytes < candidate.memory.total_bytes:
-                        yield on_host
+                plain = Layout(spans=spans, domain_sizes=domain_sizes, codecs=codecs)
+                for layout in question.with_hot_experts(plain):
+                    candidate = _price(question, group, layout)
+                    yield candidate
+                    if candidate.lacking_bytes and candidate.memory.copies_bytes:
+                        on_host = _price(question, group, replace(layout, state="host"))
+                        if on_host.memory.total_bytes < candidate.memory.total_bytes:
+                            yield on_host
 
 
 def _price(question: Question, group: ExpertGroup, layout: Layout) -> Candidate:
     """Price the layout with the faster exchange."""
     memory, lacking = question.memory(layout)
     layout, prediction = question.with_best_exchange(layout)
-    return Candidate(group=group, layout=layout, prediction=prediction, memory=memory, lacking_bytes=lacking)
+    return Candidate(
+        group=group,
+        layout=layout,
+        prediction=prediction,
+        memory=memory,
+        lacking_bytes=lacking,
+        routing=routing_of(layout, question.workload),
+    )
 
 
 def _simplest_of_the_fastest(candidates: Sequence[Candidate]) -> Candidate:
-    def costs(candidate: Candidate) -> tuple[bool, float, tuple[int, ...]]:
+    def costs(candidate: Candidate) -> tuple[bool, float, tuple[int, ...], int]:
         layout = candidate.layout
         loses_something = any(codecs.is_lossy for codecs in layout.codecs)
-        return loses_something, candidate.memory.total_bytes, layout.domain_sizes
+        return loses_something, candidate.memory.total_bytes, layout.domain_sizes, layout.hot_experts
 
     fastest_s = min(candidate.step_s for candidate in candidates)
     return min((one for one in candidates if one.step_s <= fastest_s * (1 + TIE)), key=costs)
@@ -174,8 +191,13 @@ def _why_won(best: Candidate, runner_up: Candidate | None) -> str:
 
 
 def _candidate_json(candidate: Candidate) -> dict[str, Any]:
-    layout, memory, prediction = candidate.layout, candidate.memory, candidate.prediction
+    layout, memory, prediction, routing = candidate.layout, candidate.memory, candidate.prediction, candidate.routing
+    hot: dict[str, Any] = {}
+    if routing.weights is not None:
+        loads = {"load_before": routing.load_before, "load_after": routing.load_after}
+        hot = {"hot_experts": list(layout.hot_by_level), **loads}
     return {
+        **hot,
         **({"state": "host", "host_bytes": memory.host_bytes} if layout.state == "host" else {}),
         "ep_size": candidate.group.ep_size,
         "strided": candidate.group.is_strided,
@@ -203,5 +225,6 @@ def _alternative_json(way: Alternative) -> dict[str, Any]:
         "memory_bytes": way.memory_bytes,
         "lacking_bytes": way.lacking_bytes,
         "provided": way.is_provided,
+        **({"dropped": way.dropped} if way.dropped else {}),
         "note": way.note,
     }

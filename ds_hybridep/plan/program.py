@@ -62,9 +62,8 @@ class Stage:
 
     fixed_bytes: to a peer at that distance, on each edge of a ring.
     row_bytes: if every token went there; beside the fixed ones.
-    chance: that a token goes to a given peer under even routing.
     is_back: rows come back from where they were sent, so the chance is that of the sender's experts.
-    uplink_bytes: over one child's uplink in one direction, all ranks below it together, under even routing.
+    uplink_bytes: over the busiest child's uplink in one direction, all ranks below it together.
     latencies_s: from the departure of the last byte to its arrival.
     """
 
@@ -73,7 +72,6 @@ class Stage:
     row_bytes: tuple[float, ...]
     uplink_bytes: tuple[float, ...]
     latencies_s: tuple[float, ...]
-    chance: float = 0.0
     is_back: bool = False
 
     @classmethod
@@ -85,18 +83,21 @@ class Stage:
         fixed_bytes: Sequence[float],
         row_bytes: Sequence[float] = (),
         *,
-        chance: float = 0.0,
+        chances: Sequence[float] = (),
         is_back: bool = False,
     ) -> "Stage":
-        """The stage between these peers of a layout."""
+        """The stage between these peers of a layout.
+
+        chances: by level, that a token goes to a given peer at that distance, a mean over the busiest uplink's ranks.
+        """
         sizes, below = cluster.sizes, ranks_below(cluster)
-        rows = row_bytes or [0.0] * len(sizes)
+        rows, chances = row_bytes or [0.0] * len(sizes), chances or [0.0] * len(sizes)
         uplink_bytes = [
-            below[level] * peers.count(layout, sizes, level) * (fixed_bytes[level] + rows[level] * chance)
+            below[level] * peers.count(layout, sizes, level) * (fixed_bytes[level] + rows[level] * chances[level])
             for level in range(len(sizes))
         ]
         of_levels = tuple(fixed_bytes), tuple(rows), tuple(uplink_bytes), latencies_of(cluster)
-        return cls(peers, *of_levels, chance=chance, is_back=is_back)
+        return cls(peers, *of_levels, is_back=is_back)
 
     @cached_property
     def levels(self) -> tuple[int, ...]:

@@ -1,12 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """A question to the planner: a job, the open choices, and the price of each choice."""
 
+import math
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from ds_hybridep.errors import PlanError
 from ds_hybridep.plan.cluster import Cluster, divisors
 from ds_hybridep.plan.layout import (
     BY_DEEPSPEED,
+    IDENTITY,
     ExpertGroup,
     Layout,
     LevelCodecs,
@@ -34,11 +37,31 @@ class Question:
     codecs: tuple[LevelCodecs, ...] = (LevelCodecs(),)
     memory_bytes: float | None = None  # of one GPU; None: not limited
     host_memory_bytes: float | None = None  # of the host, for each GPU; None: not limited
+    hot_bytes: float | None = None  # of one GPU, for hot experts; None: not limited
 
     def codecs_over(self, level: int, domain_size: int) -> tuple[LevelCodecs, ...]:
         """Codec sets that make a difference at a level; DeepSpeed's sums use no codecs."""
         is_crossed = domain_size > 1 or (self.sync.algorithm == "hierarchical" and self.cluster.sizes[level] > 1)
         return self.codecs if is_crossed else self.codecs[:1]
+
+    def with_hot_experts(self, layout: Layout) -> Iterator[Layout]:
+        """The layout, and with uneven routing also with 1, 2, 4 ... hot experts inside each level that can have them.
+
+        Hot experts travel as they are, so codecs of experts exclude them.
+        """
+        yield layout
+        workload = self.workload
+        for level, (span, size, codecs) in enumerate(
+            zip(layout.spans, layout.domain_sizes, layout.codecs, strict=True)
+        ):
+            is_exact = codecs.weight == codecs.gradient == IDENTITY
+            if not workload.is_uneven or span == 1 or size > 1 or not is_exact:
+                continue
+            most = workload.model.num_experts * layout.domain_size * span // layout.group_size  # that share a part
+            if self.hot_bytes is not None:
+                most = min(most, math.floor(self.hot_bytes / workload.hot_expert_bytes))
+            for power in range(most.bit_length()):
+                yield replace(layout, hot_experts=2**power, hot_level=level)
 
     @property
     def expert_groups(self) -> tuple[ExpertGroup, ...]:

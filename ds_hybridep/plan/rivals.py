@@ -9,9 +9,11 @@ from ds_hybridep.plan.layout import Layout, LevelCodecs
 from ds_hybridep.plan.memory import Memory, memory_of
 from ds_hybridep.plan.pipeline import pipelines
 from ds_hybridep.plan.question import Question, largest_group
+from ds_hybridep.plan.routing import routing_of
 from ds_hybridep.plan.sites import Sites, sites_of
 from ds_hybridep.plan.stream_model import StepPrediction, predict
 
+LEAST_DROPPED = 0.005  # a smaller share of rows is not worth a note
 LOCAL_STEPS = 100  # optimizer steps between two synchronisations of local SGD
 SITES_EVERY = (1, 10, 100)  # `sites.every`
 
@@ -31,6 +33,8 @@ class Alternative:
     layout: Layout | None = None
     lacking_bytes: float = 0.0  # memory that it needs beyond the available memory
     sites: Sites | None = None
+    load: float | None = None  # rows that the fullest rank computes over the mean; None: not known, or the capacity
+    dropped: float = 0.0  # share of the rows of tokens that no expert computes, because capacity ends
     crossing_bytes: float | None = None  # over one uplink of level 0 in one direction; None: not known
     note: str = ""
 
@@ -128,15 +132,21 @@ def without_domains(spans: tuple[int, ...]) -> Layout:
 def _provided(question: Question, name: str, layout: Layout) -> Alternative:
     prediction = question.predict(layout)
     memory, lacking = question.memory(layout)
+    routing = routing_of(layout, question.workload)
+    dropped = routing.dropped(question.workload) if layout.is_padded else 0.0
+    notes = [f"drops {dropped:.0%} of the rows"] if dropped > LEAST_DROPPED else []
+    notes += [lacking_note(lacking)] if lacking else []
     return Alternative(
         name=name,
+        load=None if layout.is_padded else routing.load_after,
+        dropped=dropped,
         step_s=prediction.step_s,
         prediction=prediction,
         layout=layout,
         memory_bytes=memory.total_bytes,
         lacking_bytes=lacking,
         crossing_bytes=prediction.level_bytes(0),
-        note=lacking_note(lacking) if lacking else "",
+        note="; ".join(notes),
     )
 
 

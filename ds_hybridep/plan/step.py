@@ -9,14 +9,14 @@ layer, backward   output gradients | experts | input gradients | replicas' gradi
 
 import math
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from ds_hybridep.plan.cluster import Cluster
 from ds_hybridep.plan.costs import (
     Way,
     expert_parts,
-    experts_per_rank,
     gradient_messages,
     host_traffic_s,
     layers_in_flight,
@@ -25,9 +25,21 @@ from ds_hybridep.plan.costs import (
 )
 from ds_hybridep.plan.held import Held, dense_parameters, shared_experts
 from ds_hybridep.plan.layout import Layout, Rates, SyncModel
-from ds_hybridep.plan.program import Instruction, Kind, Message, Peers, Post, Program, Repeat, Run, Stage, Wait
+from ds_hybridep.plan.program import (
+    Instruction,
+    Kind,
+    Message,
+    Peers,
+    PlacePart,
+    Post,
+    Program,
+    Repeat,
+    Run,
+    Stage,
+    Wait,
+)
+from ds_hybridep.plan.routing import Routing, experts_per_rank, routing_of
 from ds_hybridep.plan.synchronisation import Synchronisation
-from ds_hybridep.plan.token_route import chance_needed
 from ds_hybridep.plan.workload import COUNT_BYTES, Workload
 
 FIND: dict[Kind, Callable[[Cluster, Layout, Workload], Held]] = {
@@ -95,6 +107,10 @@ class _Step:
             Run("host_s", "step", self.rates.step_s, is_computing=False),
         )
 
+    @cached_property
+    def _routing(self) -> Routing:
+        return routing_of(self.layout, self.workload)
+
     # ---- a layer ----
 
     def _before_experts(self, label: str) -> Run:
@@ -103,9 +119,12 @@ class _Step:
 
     def _experts(self, label: str, times: float) -> Program:
         """Calls and computation; DeepSpeed's layer computes the full capacity.  Source: paper (1), (2)."""
-        layout, workload, rates = self.layout, self.workload, self.rates
+        layout, workload, rates, routing = self.layout, self.workload, self.rates, self._routing
         calls_s = rates.layer_s + rates.expert_call_s * experts_per_rank(layout, workload) * layout.domain_size
-        rows = workload.expert_capacity * workload.model.num_experts if layout.is_padded else workload.expert_rows
+        calls_s += rates.expert_call_s * routing.num_far
+        rows = workload.expert_rows * routing.load_after
+        if layout.is_padded:
+            rows = workload.expert_capacity * workload.model.num_experts
         seconds = rows * workload.expert_flops_per_row / (rates.expert_flops_per_s or rates.flops_per_s)
         return (
             Run("host_s", "calls", times * calls_s, is_computing=False),
@@ -168,19 +187,19 @@ class _Step:
         rounds: list[tuple[int, ...]] = [(level,) for level in every if counts[level] > 1]
         if rounds and (layout.is_padded or layout.exchange == "direct"):
             rounds = [every]
-        num_experts, top_k = workload.model.num_experts, workload.model.top_k
         round_s = self.rates.all_to_all_s if layout.is_padded else self.rates.exchange_s
         program: list[Instruction] = []
         for levels in reversed(rounds) if is_back else rounds:
-            fixed, by_level, chance = [float(COUNT_BYTES * ours)] * len(counts), [0.0] * len(counts), 0.0
+            fixed, by_level = [float(COUNT_BYTES * ours)] * len(counts), [0.0] * len(counts)
+            chances = [0.0] * len(counts)
             if layout.is_padded:
                 fixed = [padded_rows(layout, workload) * workload.row_bytes] * len(counts)
             else:  # by now, rows may have come from as many ranks as there are domains over slower levels
                 rows = workload.tokens_per_rank * workload.row_scale * math.prod(counts[: levels[0]])
-                chance = chance_needed(num_experts // math.prod(counts[: levels[-1] + 1]), num_experts, top_k)
+                chances = self._routing.busiest_chances(levels)
                 by_level = [rows * num_bytes for num_bytes in row_bytes]
             stage = Stage.between(
-                Peers(("domain",), levels), self.cluster, layout, fixed, by_level, chance=chance, is_back=is_back
+                Peers(("domain",), levels), self.cluster, layout, fixed, by_level, chances=chances, is_back=is_back
             )
             message = Message("tokens", label, (stage,))
             program += [Post(message), Run("host_s", label, round_s, is_computing=False), Wait(message)]
@@ -193,27 +212,39 @@ class _Step:
 
         At level l, with domain size S_l, a rank sends S_l - 1 neighbours its own experts and (S_j - 1) S_(j+1) ...
         S_(l-1) times as many that came over each slower level j, in level j's codec.  Gradients are summed at each
-        level, so the codec of a level applies to all that it carries.
+        level, so the codec of a level applies to all that it carries.  Hot experts travel as they are.
         """
-        layout, workload, levels = self.layout, self.workload, self.layout.gather_levels
+        layout, workload, routing = self.layout, self.workload, self._routing
         parts = expert_parts(workload, experts_per_rank(layout, workload))
         codecs = [one.weight if way == "weights" else one.gradient for one in layout.codecs]
         own = [codec.message_bytes(parts, workload.param_bytes) for codec in codecs]
-        sizes = layout.domain_sizes
-        stages = []
-        if not self.gathers_by_level and levels:
-            stages.append(Stage.between(Peers(("offset",), levels), self.cluster, layout, own))  # source: paper (4)
+        levels, by_level = layout.gather_levels, list[tuple[int, Stage]]()
+        if not self.gathers_by_level and levels:  # source: paper (4)
+            by_level.append((levels[0], Stage.between(Peers(("offset",), levels), self.cluster, layout, own)))
         for level in levels if self.gathers_by_level else ():
-            if way == "gradients":
-                held = math.prod(sizes[:level]) * own[level]
-            else:
-                held = own[level]
-                for slower in range(level):
-                    held += (sizes[slower] - 1) * math.prod(sizes[slower + 1 : level]) * own[slower]
-            stages.append(Stage.between(Peers(("offset",), (level,)), self.cluster, layout, [held] * len(sizes)))
+            held = self._held_bytes(way, level, own) + routing.num_passed_on(level) * workload.expert_travel_bytes
+            by_level.append((level, self._among_neighbours("offset", level, held)))
+        if routing.hot and layout.hot_level is not None:
+            to_each = routing.num_copies * workload.expert_travel_bytes / (routing.num_sharing - 1)
+            by_level.append((layout.hot_level, self._among_neighbours("domain", layout.hot_level, to_each)))
+        stages = tuple(stage for _, stage in sorted(by_level, key=lambda one: one[0]))
         if way == "weights":
-            return Message("expert_weights", way, tuple(stages))
-        return Message("expert_gradients", way, tuple(reversed(stages)))
+            return Message("expert_weights", way, stages)
+        return Message("expert_gradients", way, stages[::-1])
+
+    def _held_bytes(self, way: Way, level: int, own: Sequence[float]) -> float:
+        """What a rank sends to each neighbour at a level; own: bytes of its experts, by level."""
+        sizes = self.layout.domain_sizes
+        if way == "gradients":
+            return math.prod(sizes[:level]) * own[level]
+        held = own[level]
+        for slower in range(level):
+            held += (sizes[slower] - 1) * math.prod(sizes[slower + 1 : level]) * own[slower]
+        return held
+
+    def _among_neighbours(self, part: PlacePart, level: int, num_bytes: float) -> Stage:
+        per_peer = [num_bytes] * len(self.cluster.sizes)
+        return Stage.between(Peers((part,), (level,)), self.cluster, self.layout, per_peer)
 
     def _send(self, way: Way, message: Message) -> Program:
         """Encode and post one layer's packet; weights are queued right after the optimizer step."""

@@ -2,10 +2,12 @@
 """What a plan means, in words, tables and settings for people; the JSON for programs is in `planner`."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from ds_hybridep.plan.cluster import Level, known_or_assumed_bandwidths
-from ds_hybridep.plan.layout import EXACT
+from ds_hybridep.plan.hot_gain import hot_gain
+from ds_hybridep.plan.layout import EXACT, Layout
 from ds_hybridep.plan.memory import Memory
 from ds_hybridep.plan.planner import Candidate, Plan
 from ds_hybridep.plan.question import Question
@@ -34,9 +36,13 @@ def level_settings(level: Level) -> dict[str, Any]:
 def ds_config_block(question: Question, plan: Plan) -> dict[str, Any]:
     """Settings to paste into ds_config.json: the "hybridep" block, and other settings that the plan needs there."""
     layout, levels = plan.best.layout, []
-    for level, domain_size, codecs in zip(question.cluster.levels, layout.domain_sizes, layout.codecs, strict=True):
+    for level, domain_size, hot, codecs in zip(
+        question.cluster.levels, layout.domain_sizes, layout.hot_by_level, layout.codecs, strict=True
+    ):
         entry = level_settings(level)
         entry["domain_size"] = domain_size
+        if hot:
+            entry["hot_experts"] = hot
         if codecs.name == RECOMMENDED:
             entry["codecs"] = RECOMMENDED
         levels.append(entry)
@@ -62,9 +68,10 @@ def verdict(question: Question, plan: Plan) -> list[str]:
             f"{_seconds(best.step_s)} ({best.step_s / better.step_s:.2f} times as long)."
         ]
     elif best.layout.domain_size == 1:
+        hot = "hot experts, " if best.layout.hot_experts else ""
         lines = [
             f"Domains do not pay here: leave every domain_size at 1 ({_seconds(best.step_s)}). What the block then "
-            f"brings is the de-duplicated exchange without padding, and sums level by level{_encoded_over(plan)}."
+            f"brings is the de-duplicated exchange without padding, {hot}and sums level by level{_encoded_over(plan)}."
         ]
     else:
         sizes = list(best.layout.domain_sizes)
@@ -125,9 +132,26 @@ def describe(question: Question, plan: Plan) -> str:
         _plan_table(plan),
         f"Seconds of {plan.best.label}: {', '.join(shown)}",
         f"GB per GPU: {_describe_memory(plan.best.memory)}",
+        *_describe_hot(question, plan),
         "\n".join(verdict(question, plan)),
     ]
     return "\n\n".join(sections)
+
+
+def _describe_hot(question: Question, plan: Plan) -> list[str]:
+    """What hot experts cost and bring, or why there are none; nothing under even routing."""
+    routing = plan.best.routing
+    if not question.workload.is_uneven:
+        return []
+    gain = hot_gain(question, plan.best)
+    if gain is None:
+        return [f"Hot experts: none. The fullest rank computes {routing.load_after:.2f} times the mean."]
+    return [
+        f"Hot experts: {gain.count} of each layer, inside level {gain.level}. They cost {gain.num_bytes / GIGA:.3g} "
+        f"GB per GPU and {gain.crossing_bytes / GIGA:.3g} GB per step over the busiest {gain.level} link. The fullest "
+        f"rank computes {gain.load_after:.2f} instead of {gain.load_before:.2f} times the mean; a step takes "
+        f"{gain.after_s:.4g} instead of {gain.before_s:.4g} s."
+    ]
 
 
 def _describe_memory(memory: Memory) -> str:
@@ -160,6 +184,8 @@ def _describe_question(question: Question) -> str:
         f"learning rate {workload.learning_rate:g}",
         f"{question.rates.flops_per_s / 1e12:g} TFLOPS reached per GPU",
     ]
+    if workload.is_uneven:
+        details.append(f"skew {workload.skew:g}" if workload.skew > 1 else "measured loads of experts")
     if workload.is_checkpointed:
         details.append("activation checkpointing")
     if workload.has_fused_loss:
@@ -174,8 +200,10 @@ def _describe_question(question: Question) -> str:
 
 
 def _plan_table(plan: Plan) -> str:
-    header = ("", "plan", "s/step", f"GB/step, {plan.cluster.levels[0].name} uplink", "GB/GPU", "")
-    shown = plan.others[:MAX_ROWS]
+    is_uneven = plan.best.routing.weights is not None
+    load = ("max/mean",) if is_uneven else ()
+    header = ("", "plan", "s/step", f"GB/step, {plan.cluster.levels[0].name} uplink", "GB/GPU", *load, "")
+    shown = _best_counts(plan)[:MAX_ROWS]
     # Data parallelism over the slow link is always shown, because most jobs use it.
     inside = next((one for one in (plan.best, *plan.others) if one.layout.spans[0] == 1), None)
     if inside is not None and inside not in (plan.best, *shown):
@@ -183,9 +211,25 @@ def _plan_table(plan: Plan) -> str:
     rows = [_candidate_row(plan.best, "->"), *(_candidate_row(candidate, "") for candidate in shown)]
     hidden = len(plan.others) - len(shown)
     if hidden > 0:
-        rows.append(("", f"... {hidden} more, see --json", "", "", "", ""))
-    rows += [_alternative_row(way) for way in plan.alternatives]
-    return aligned([header, *rows], left=(0, 1, 5))
+        rows.append(("", f"... {hidden} more, see --json", *[""] * (len(header) - 2)))
+    rows += [_alternative_row(way, is_uneven) for way in plan.alternatives]
+    return aligned([header, *rows], left=(0, 1, len(header) - 1))
+
+
+def _best_counts(plan: Plan) -> tuple[Candidate, ...]:
+    """The plans that lost, each with the best number of hot experts; and the best plan without them."""
+    seen: set[Layout] = set()
+    shown = []
+    for one in (plan.best, *plan.others):
+        plain = replace(one.layout, hot_experts=0, hot_level=None, exchange="direct")
+        is_plain_best = (
+            one.layout.hot_experts == 0
+            and replace(plan.best.layout, hot_experts=0, hot_level=None, exchange="direct") == plain
+        )
+        if one is not plan.best and (plain not in seen or is_plain_best):
+            shown.append(one)
+        seen.add(plain)
+    return tuple(shown)
 
 
 def _candidate_row(candidate: Candidate, mark: str) -> tuple[str, ...]:
@@ -195,13 +239,15 @@ def _candidate_row(candidate: Candidate, mark: str) -> tuple[str, ...]:
         f"{candidate.step_s:.4g}",
         f"{candidate.prediction.level_bytes(0) / GIGA:.4g}",
         f"{candidate.memory.total_bytes / GIGA:.1f}",
+        *([] if candidate.routing.weights is None else [f"{candidate.routing.load_after:.2f}"]),
         candidate.reason,
     )
 
 
-def _alternative_row(way: Alternative) -> tuple[str, ...]:
+def _alternative_row(way: Alternative, is_uneven: bool) -> tuple[str, ...]:
+    load = [f"{way.load:.2f}" if way.load else ""] if is_uneven else []
     crossing = "" if way.crossing_bytes is None else f"{way.crossing_bytes / GIGA:.4g}"
-    return ("", way.name, f"{way.step_s:.4g}", crossing, f"{way.memory_bytes / GIGA:.1f}", way.note)
+    return ("", way.name, f"{way.step_s:.4g}", crossing, f"{way.memory_bytes / GIGA:.1f}", *load, way.note)
 
 
 def aligned(rows: Sequence[Sequence[str]], left: Sequence[int] = (0,)) -> str:

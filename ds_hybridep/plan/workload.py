@@ -116,6 +116,9 @@ class Workload:
         ranks hold; None: all are trained. Adapters train few, and only those travel.
     learning_rate: learning rate of AdamW, on which the size of patches of 16-bit weights depends.
     has_fused_loss: the loss is computed in pieces, so the logits of all tokens are never in memory together.
+    skew: rows that the fullest rank of the expert-parallel group computes over the mean, if every expert stays where
+        it is; 1: even routing.  `choices.skewed_weights` says how the loads of experts fall.
+    expert_loads: [E] measured rows of each expert, in any unit, in place of a skew.
     """
 
     model: MoEModel
@@ -130,10 +133,25 @@ class Workload:
     trainable_dense_shapes: tuple[Shape, ...] | None = None
     learning_rate: float = 1e-5
     has_fused_loss: bool = False
+    skew: float = 1.0
+    expert_loads: tuple[float, ...] | None = None
 
     def __post_init__(self) -> None:
         if self.zero_stage not in (0, 1, 2):
             raise PlanError(f"zero_stage is {self.zero_stage}, but plans are made for stages 0, 1 and 2")
+        if self.expert_loads is not None:
+            num_used = sum(rows > 0 for rows in self.expert_loads)
+            is_whole = len(self.expert_loads) == self.model.num_experts and min(self.expert_loads) >= 0
+            if not is_whole or num_used < self.model.top_k:
+                raise PlanError(
+                    f"expert_loads has {len(self.expert_loads)} entries, {num_used} of them > 0; give one >= 0 for "
+                    f"each of the {self.model.num_experts} experts, and at least {self.model.top_k} > 0"
+                )
+
+    @property
+    def is_uneven(self) -> bool:
+        """True if experts may get different numbers of rows."""
+        return self.skew != 1.0 or self.expert_loads is not None
 
     @cached_property
     def expert_travel_params(self) -> int:
@@ -167,6 +185,12 @@ class Workload:
         else:
             of_layer = self.expert_tensors * num_owned
         return of_layer * self.model.num_moe_layers
+
+    @property
+    def hot_expert_bytes(self) -> int:
+        """Bytes of one hot expert on a rank, in all layers: a replica and its gradient sums."""
+        of_layer = self.model.expert_params * self.param_bytes + self.expert_travel_params * MASTER_BYTES
+        return self.model.num_moe_layers * of_layer
 
     @property
     def row_bytes(self) -> int:

@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """What is simulated: a plan on a cluster, and deviations from the cluster's levels."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ds_hybridep.errors import PlanError
+from ds_hybridep.plan.choices import shares_of
 from ds_hybridep.plan.cluster import Cluster
-from ds_hybridep.plan.costs import experts_per_rank
 from ds_hybridep.plan.layout import Layout, Rates, SyncModel
+from ds_hybridep.plan.routing import experts_per_rank
 from ds_hybridep.plan.workload import Workload
 
 
@@ -37,7 +38,7 @@ class Scenario:
 
     cluster, layout, workload, rates, sync: as `stream_model.predict` takes them. `rates.overlap` is the factor on the
         rate of a flow while a rank that takes part in it computes.
-    expert_load: rows of each expert, in any unit; None: even routing.
+    expert_load: weight of each expert, as in `plan.choices`, in place of the loads or skew of the workload.
     deviations: places that differ from their level.
     jitter: standard deviation of the logarithm of the seconds of each piece of computation, drawn by rank and piece.
     crosses_inner_links: a message between datacentres also passes the links inside them, as in a tree of switches;
@@ -58,6 +59,14 @@ class Scenario:
     crosses_inner_links: bool = False
     is_fair_to_flows: bool = True
     gathers_by_level: bool = True
+
+    @property
+    def routed_workload(self) -> Workload:
+        """The workload with the loads that `expert_load` makes, if hot experts are chosen by them; else even."""
+        if self.expert_load is None:
+            return self.workload
+        loads = shares_of(self.expert_load, self.workload.model.top_k) if self.layout.hot_experts else None
+        return replace(self.workload, skew=1.0, expert_loads=loads)
 
     def __post_init__(self) -> None:
         self.layout.check_fits(self.cluster)

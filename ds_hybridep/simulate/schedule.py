@@ -15,7 +15,7 @@ from ds_hybridep.simulate.traffic import TrafficMaker
 class Schedule:
     """What the engine runs, and the bytes that all ranks together send, by level and kind.
 
-    rows: [num_classes] rows that come to a rank of each class over those that even routing brings.
+    rows: [num_classes] rows that come to a rank of each class over those that the program assumes.
     slowdowns: [num_classes] factors on seconds.
     """
 

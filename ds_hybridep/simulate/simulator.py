@@ -14,6 +14,7 @@ import numpy as np
 from ds_hybridep.errors import PlanError
 from ds_hybridep.plan.cluster import Cluster, flatten, known_or_assumed_bandwidths
 from ds_hybridep.plan.program import Kind, Peers, peers_in
+from ds_hybridep.plan.routing import routing_of
 from ds_hybridep.plan.step import step_program
 from ds_hybridep.simulate.classes import RankClasses, merge_ranks, nodes_at
 from ds_hybridep.simulate.events import Engine, Span
@@ -70,7 +71,7 @@ def simulate(scenario: Scenario, *, is_reduced: bool = True, traced_ranks: Seque
             f"{cluster.num_ranks} ranks are too many to be simulated one by one (at most {MAX_FULL_RANKS}); leave out "
             f"jitter, which makes all of them different"
         )
-    layout, workload = scenario.layout, scenario.workload
+    layout, workload = scenario.layout, scenario.routed_workload
     ranks = Ranks.of(cluster, layout)
     program = step_program(
         cluster, layout, workload, scenario.rates, scenario.sync, gathers_by_level=scenario.gathers_by_level
@@ -82,19 +83,20 @@ def simulate(scenario: Scenario, *, is_reduced: bool = True, traced_ranks: Seque
         below = nodes_at(cluster, len(one.place)) == flatten(one.place, cluster.sizes[: len(one.place)])
         uplinks[len(one.place) - 1][below] *= one.bandwidth_factor
         slowdowns[below] *= one.slowdown
-    routing, num_levels = Routing.of(ranks, workload.model, scenario.expert_load), len(uplinks)
-    exact = [*uplinks, slowdowns, *routing.chances, routing.pairs]
+    priced, num_levels = routing_of(layout, workload), len(uplinks)  # its fullest rank is that of the program
+    routing = Routing.of(ranks, workload.model, scenario.expert_load or priced.weights)
+    exact = [*uplinks, slowdowns, routing.pairs, *routing.chances, *routing.near_chances]
     found, classes, error = _with_few_classes(cluster, exact, patterns, is_reduced=is_reduced)
-    slowdowns, *chances, pairs = found[num_levels:]
+    slowdowns, pairs, *chances = found[num_levels:]
     maker = TrafficMaker(
         ranks,
-        Routing(tuple(chances), pairs),
+        Routing(tuple(chances[:num_levels]), pairs, tuple(chances[num_levels:])),
         classes,
         crosses_inner_links=scenario.crosses_inner_links,
         is_fair_to_flows=scenario.is_fair_to_flows,
     )
     # One peer in each domain sends its rows here.
-    rows = pairs[classes.examples] * math.prod(layout.domain_counts) / workload.model.top_k
+    rows = pairs[classes.examples] * math.prod(layout.domain_counts) / workload.model.top_k / priced.load_after
     schedule = Schedule(program, scenario, rows, slowdowns[classes.examples], maker)
     traced = {rank: int(classes.class_of[rank]) for rank in traced_ranks}
     engine = Engine(

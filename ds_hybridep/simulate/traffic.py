@@ -4,10 +4,11 @@
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, reduce
+from functools import cached_property
 
 import numpy as np
 
+from ds_hybridep.plan import routing as planned
 from ds_hybridep.plan.cluster import Cluster, unflatten
 from ds_hybridep.plan.layout import Layout
 from ds_hybridep.plan.program import Peers, PlacePart, Stage
@@ -16,7 +17,6 @@ from ds_hybridep.simulate.classes import RankClasses
 from ds_hybridep.simulate.flows import Floats, Flows, Ints
 
 UP, DOWN = 0, 1
-EQUAL_DIGITS = 14  # of chances and pairs, so that equal ones stay equal when summed in another order
 
 
 @dataclass(frozen=True)
@@ -49,10 +49,6 @@ class Ranks:
         ]
         return numbered(fixed) if fixed else np.zeros(self.cluster.num_ranks, dtype=np.int64)
 
-    def of_domains(self, num_levels: int) -> Ints:
-        """[num_ranks] equal numbers for domains with the same coordinates at the first levels."""
-        return numbered([*self.places["group"], *self.places["domain"][:num_levels]])
-
 
 def numbered(columns: Sequence[Ints]) -> Ints:
     """[R] one number for each combination of values."""
@@ -68,50 +64,31 @@ class Routing:
 
     chances: per level, [num_ranks] chance that a token needs an expert of any domain that shares the coordinates of
         the rank's domain down to that level.
-    pairs: [num_ranks] average number of experts of the rank's domain that a token needs.
+    pairs: [num_ranks] average number of experts of the rank's domain that a token needs; of hot experts, this rank's
+        part.
+    near_chances: the chances for tokens of ranks with the same place at the level of hot experts, which also send rows
+        of these experts; empty: all are the same.
     """
 
     chances: tuple[Floats, ...]
     pairs: Floats
+    near_chances: tuple[Floats, ...] = ()
 
     @classmethod
     def of(cls, ranks: Ranks, model: MoEModel, expert_load: Sequence[float] | None = None) -> "Routing":
-        """Routing by a load of the experts; None: even routing.
-
-        The probability of a choice of experts is assumed to be proportional to the product of their loads. With e(S)
-        the product of (1 + load x) over S, the chance to need one of S is 1 - ([x^k] e(all) / e(S)) / ([x^k] e(all)).
-
-        Source: conditional Poisson sampling.
-        """
-        num_experts, top_k = model.num_experts, model.top_k
-        load = np.ones(num_experts) if expert_load is None else np.array(expert_load, dtype=float)
-        load = load / load.mean()
-        owner = numbered_in_group(ranks)
-        num_local = num_experts // ranks.layout.group_size
-        factors = np.zeros((num_experts, top_k + 1))
-        factors[:, 0], factors[:, 1] = 1.0, load
-        everything = _product(factors)
-        num_levels = len(ranks.layout.spans)
-        by_owner = np.stack([_product(part) for part in factors.reshape(-1, num_local, top_k + 1)])
-        chances = tuple(
-            _chances(ranks.of_domains(level + 1), by_owner[owner], everything) for level in range(num_levels)
+        """Routing by weights of the experts, as in `plan.choices`; None: even routing."""
+        layout, weights = ranks.layout, None
+        if expert_load is not None:
+            weights = tuple((np.array(expert_load, dtype=float) / np.mean(expert_load)).tolist())
+        hot_level = layout.hot_level if layout.hot_experts else None
+        found = planned.Routing(
+            layout.spans, layout.domain_sizes, hot_level, layout.hot_experts, model.num_experts, model.top_k, weights
         )
-        powers = (-load[:, None]) ** np.arange(top_k + 1)
-        of_expert = 1.0 - powers @ everything[::-1] / everything[-1]
-        of_owner = of_expert.reshape(-1, num_local).sum(axis=1)[owner]
-        domain_of = ranks.of_domains(num_levels)
-        of_domain: Floats = np.bincount(domain_of, of_owner).astype(np.float64)
-        return cls(chances, np.round(of_domain[domain_of], EQUAL_DIGITS))
-
-
-def _chances(cell_of: Ints, polynomials: Floats, everything: Floats) -> Floats:
-    """[num_ranks] chance that a token needs an expert of the rank's cell."""
-    result = np.zeros(len(cell_of))
-    order = np.argsort(cell_of, kind="stable")
-    for ranks in np.split(order, np.flatnonzero(np.diff(cell_of[order])) + 1):
-        wanted = _product(polynomials[ranks])
-        result[ranks] = 1.0 - float(_quotient_end(everything, wanted) / everything[-1])
-    return np.round(result, EQUAL_DIGITS)
+        of_rank = numbered_in_group(ranks)
+        pairs = [found.chances(level + 1) for level in range(len(layout.spans))]
+        far, near = (tuple(np.array(one)[of_rank] for one in kind) for kind in zip(*pairs, strict=True))
+        rows = np.array(found.rank_rows)[of_rank] * model.top_k / math.prod(layout.domain_counts)
+        return cls(far, rows, near if found.hot else ())
 
 
 def numbered_in_group(ranks: Ranks) -> Ints:
@@ -122,19 +99,6 @@ def numbered_in_group(ranks: Ranks) -> Ints:
     for span, size, domain, offset in parts:
         result = result * span + domain * size + offset
     return result
-
-
-def _product(polynomials: Floats) -> Floats:
-    """Product of [n, degree + 1] polynomials, cut off at the degree."""
-    return reduce(lambda left, right: np.convolve(left, right)[: len(left)], polynomials)
-
-
-def _quotient_end(dividend: Floats, divisor: Floats) -> float:
-    """Last coefficient of the power series dividend / divisor; the divisor begins with 1."""
-    quotient = np.zeros(len(dividend))
-    for power in range(len(dividend)):
-        quotient[power] = dividend[power] - quotient[:power] @ divisor[power:0:-1]
-    return float(quotient[-1])
 
 
 @dataclass(frozen=True)
@@ -158,7 +122,8 @@ class TrafficMaker:
         is_fair_to_flows: bool = True,
     ) -> None:
         self._ranks, self.cluster, self.classes = ranks, ranks.cluster, classes
-        self._chances = tuple(chance[classes.examples] for chance in routing.chances)
+        self._far = tuple(chance[classes.examples] for chance in routing.chances)
+        self._near = tuple(chance[classes.examples] for chance in routing.near_chances)
         self._crosses_inner_links, self._is_fair_to_flows = crosses_inner_links, is_fair_to_flows
         self._known: dict[Stage, Traffic] = {}
 
@@ -186,12 +151,11 @@ class TrafficMaker:
     def _between_peers(self, stage: Stage) -> Traffic:
         """Every rank sends to all of its peers."""
         classes, levels = self.classes, stage.peers.levels
-        # Rows go there for the destination's experts; on the way back, they come from the sender's experts.
-        chance = self._chances[levels[-1]]
-        asked = np.broadcast_to(chance[:, None] if stage.is_back else chance, (classes.num_classes,) * 2)
         peers = np.stack(classes.peers[stage.peers])
         at, src, dst = np.nonzero(peers)
-        size = np.array(stage.fixed_bytes)[at] + np.array(stage.row_bytes)[at] * asked[src, dst]
+        # Rows go there for the destination's experts; on the way back, they come from the sender's experts.
+        asked = self._chances_over(levels)[at, src if stage.is_back else dst]
+        size = np.array(stage.fixed_bytes)[at] + np.array(stage.row_bytes)[at] * asked
         kept = size > 0.0
         src, dst, at, size = src[kept], dst[kept], at[kept], size[kept]
         num_sent, num_received = peers[at, src, dst], peers[at, dst, src]
@@ -211,6 +175,17 @@ class TrafficMaker:
             entry_load=load,
         )
         return Traffic(flows, tuple(sent.tolist()))
+
+    def _chances_over(self, levels: Sequence[int]) -> Floats:
+        """[levels, classes] mean chance that a token of a rank at this distance goes to a rank of each class."""
+        far = self._far[levels[-1]]
+        if not self._near:
+            return np.tile(far, (len(self.cluster.sizes), 1))
+        near, layout, result = self._near[levels[-1]], self._ranks.layout, []
+        for level in range(len(self.cluster.sizes)):
+            share = planned.share_of_near(layout.hot_level, layout.domain_counts, levels, level)
+            result.append(far + share * (near - far))
+        return np.stack(result)
 
     def _entries(
         self, src: Ints, dst: Ints, at: Ints, num_sent: Ints, num_received: Ints

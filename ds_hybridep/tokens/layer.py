@@ -66,7 +66,7 @@ class LayerStats:
     calls: int = 0
     rows_sent: int = 0  # to other ranks, in forward dispatches
     rows_computed: int = 0  # rows that experts processed here
-    expert_rows: Counter[int] = field(default_factory=Counter)  # rows computed once, by global expert
+    expert_rows: Counter[int] = field(default_factory=Counter)  # rows computed in training, by global expert
     plain_rows: int | Tensor = 0  # what plain EP would have sent to each rank of the group, [G] or one number for all
     was_recorded: bool = False  # the last forward that was not a recomputation built a graph
 
@@ -149,7 +149,9 @@ class HybridMoE:
             plan = self.kernels.plan_routes(row_idx, self.held.table, len(held))
             splits = plan.rows_per_destination.tolist()
             self.stats.rows_computed += sum(splits)
-            if torch._C._current_graph_task_id() == -1:  # no recomputation
+            is_recomputation = torch._C._current_graph_task_id() != -1
+            # A re-entrant checkpoint runs its first forward without gradients.
+            if not is_recomputation and (torch.is_grad_enabled() or self.experts[0].training):
                 self.stats.expert_rows.update(dict(zip(held, splits, strict=True)))
             expert_rows = permute_to_experts(rows, plan, self.kernels)
             if self.weighs_inputs:

@@ -98,6 +98,34 @@ def test_codecs_are_also_chosen_where_only_dense_parameters_cross():
     assert len({job().predict(option).uplink_bytes[0]["dense_sync"] for option in rings}) == 1
 
 
+def with_hot_experts(hot_experts, domain_size=1):
+    levels = [
+        {"name": "dc", "size": 2, "domain_size": "auto"},
+        {"name": "gpu", "size": 2, "domain_size": domain_size, "hot_experts": hot_experts},
+    ]
+    config = parse_config({"levels": levels}, world_size=4)
+    return config, open_options(config, spans=(2, 2), codecs={}, token_codecs=(IDENTITY, IDENTITY))
+
+
+@pytest.mark.parametrize("hot_experts", [0, 2, "auto"])
+def test_options_keep_hot_experts_and_price_a_given_number_of_them(hot_experts):
+    config, found = with_hot_experts(hot_experts)
+    assert len(found) == 4
+    for option in found:
+        assert [level.hot_experts for level in option.config.levels] == [0, hot_experts]
+        priced = 2 if hot_experts == 2 and not option.layout.is_padded else 0
+        assert option.layout.hot_by_level == (0, priced)
+        uneven = dataclasses.replace(job().workload, expert_loads=(9.0,) + (1.0,) * 7)
+        sent = dataclasses.replace(job(), workload=uneven).predict(option).uplink_bytes
+        assert (sent[1]["expert_weights"] > 0) == (priced > 0)
+    assert settings_of(config) != settings_of(with_hot_experts(1)[0])
+
+
+def test_domains_over_the_level_of_hot_experts_leave_none():
+    _, found = with_hot_experts(2, domain_size="auto")
+    assert {option.layout.hot_by_level for option in found if option.layout.domain_sizes[1] == 2} == {(0, 0)}
+
+
 def test_patches_are_of_16_bit_weights_and_follow_the_learning_rate():
     workload = job().workload
     assert assumed_patch(workload).message_bytes([(1, 1, 1000)], 4) == 4000

@@ -2,6 +2,7 @@
 """The `plan` subcommand: arguments in, a table or JSON out, and errors that name the argument."""
 
 import json
+import re
 import sys
 
 import pytest
@@ -118,6 +119,64 @@ def test_a_lower_learning_rate_makes_patches_smaller(capsys):
     assert sent[0] / sent[1] == pytest.approx(202 / 16, rel=1e-3)
 
 
+SKEWED = [
+    *("plan", "--model", "Qwen3-30B-A3B", "--dcs", "2x8", "--wan", "10gbps", "--lan", "3200gbps", "--tokens", "8192"),
+    *("--checkpointing", "--accumulation", "4", "--memory", "80", "--skew", "3"),
+]
+
+
+def test_a_skew_says_what_hot_experts_cost_and_bring(capsys):
+    code, out, _ = run(capsys, *SKEWED, "--hot-memory-gb", "6")
+    assert code == 0
+    assert "skew 3" in out
+    header = next(line for line in out.splitlines() if "s/step" in line)
+    assert "max/mean" in header
+    best = next(line for line in out.splitlines() if line.startswith("->"))
+    assert " hot [0," in best
+    assert re.search(
+        r"Hot experts: [124] of each layer, inside level gpu\. They cost [\d.]+ GB per GPU and [\d.]+ GB per step "
+        r"over the busiest gpu link\. The fullest rank computes 1\.\d\d instead of \d\.\d\d times the mean; a step ",
+        out,
+    )
+    assert re.search(r'"name": "gpu",\s+"size": 8,[^}]*"hot_experts": [124]', out)
+    # One line for a plan, with its best number of hot experts, and one for the best plan without them.
+    labels = [line[4:].split("  ")[0] for line in out.splitlines() if re.match(r"(->|  )  \[", line)]
+    plain = [re.sub(r" hot \[[\d,]*\]", "", label) for label in labels]
+    assert len(plain) - len(set(plain)) <= 1
+    assert "DeepSpeed, EP over 16" in out
+    assert "% of the rows" in out
+
+
+def test_json_has_what_hot_experts_cost_and_bring(capsys):
+    _, out, _ = run(capsys, *SKEWED, "--json")
+    answer = json.loads(out)
+    gain, plan = answer["hot_experts"], answer["plan"]
+    assert gain["hot_experts"] == max(plan["hot_experts"]) > 0
+    assert gain["level"] == "gpu"
+    assert gain["load_before"] > gain["load_after"] >= 1.0
+    assert gain["step_s_before"] > gain["step_s_after"] == plan["step_s"]
+    assert gain["memory_bytes"] > 0
+    assert gain["uplink_bytes"] > 0
+    config = parse_config(answer["ds_config"]["hybridep"], world_size=16)
+    assert config.levels[1].hot_experts == gain["hot_experts"]
+    _, out, _ = run(capsys, *QWEN, "--json")
+    assert "hot_experts" not in out
+
+
+def test_a_skew_is_that_of_the_largest_group_in_all_plans(capsys):
+    _, out, _ = run(capsys, *SKEWED, "--json")
+    answer = json.loads(out)
+    plain = [one for one in answer["others"] if one["domain_sizes"] == [1, 1] and not any(one["hot_experts"])]
+    by_group = {one["ep_size"]: one["load_before"] for one in plain}
+    assert by_group[16] == pytest.approx(3.0, rel=1e-6)
+    assert 1.0 < by_group[8] < 3.0
+
+
+def test_little_skew_needs_no_hot_experts(capsys):
+    _, out, _ = run(capsys, *QWEN[:-1], "512", "--skew", "1.01")
+    assert "Hot experts: none. The fullest rank computes 1.0" in out
+
+
 def test_sums_by_deepspeed_are_in_the_block_and_not_encoded(capsys):
     _, out, _ = run(capsys, *QWEN, "--dense-sync", "deepspeed", "--json")
     answer = json.loads(out)
@@ -140,6 +199,12 @@ def test_sums_by_deepspeed_are_in_the_block_and_not_encoded(capsys):
         ([*QWEN[1:], "--overlap", "2"], "overlap is 2.0, but must be between 0 and 1"),
         ([*QWEN[1:], "--ep-size", "3"], "ep_size 3 is no regular grid"),
         ([*QWEN[1:], "--ep-size", "16", "--memory", "1"], "no plan fits"),
+        (
+            [*QWEN[1:], "--skew", "0.5"],
+            "skew is 0.5, but must be between 1 and 16, the most that 128 experts with top-8",
+        ),
+        ([*QWEN[1:], "--skew", "17"], "skew is 17, but must be between 1 and 16"),
+        ([*QWEN[1:], "--hot-memory-gb", "0"], "--hot-memory-gb: got 0, wanted > 0"),
         ([*QWEN[1:], "--learning-rate", "0"], "learning_rate is 0.0, but must be a finite number > 0"),
     ],
 )

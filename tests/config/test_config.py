@@ -258,7 +258,9 @@ def test_hot_experts_belong_to_one_level_without_codecs_and_domains(hot_experts)
     assert_says(refusal(of_level(hot_experts=hot_experts, domain_size=2)), "beside domain_size 2")
     levels = [{"name": "dc", "size": 2, "hot_experts": 1}, {**GPU, "hot_experts": hot_experts}]
     assert_says(refusal({"levels": levels}), "hybridep.levels[1].hot_experts is", "levels[0] has hot experts already")
-    assert_says(refusal(of_level(hot_memory_gb=1)), "hybridep.levels[1].hot_memory_gb", "hot_experts is 0")
+    assert_says(refusal(of_level(hot_memory_gb=1)), "hybridep.levels[1]", "hot_memory_gb stands beside hot_experts 0")
+    levels = [{"name": "dc", "size": 2, "hot_experts": 1}, {**GPU, "domain_size": 2, "weight_codec": "int8"}]
+    assert_says(refusal({"levels": levels}), 'hybridep.levels[1].weight_codec is "int8" inside a domain')
 
 
 def test_only_weights_are_patched():

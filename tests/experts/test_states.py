@@ -100,10 +100,11 @@ def test_dropping_nothing_touches_nothing(layer: LayerExperts) -> None:
 
 
 def test_a_backward_of_before_a_change_of_plan_is_refused(layer: LayerExperts) -> None:
-    layer.refuse_released()
-    layer.release()
+    version = layer.replicas.version = 3
+    layer.refuse_old(version)
+    layer.replicas.version = 4
     with pytest.raises(GradientNotReturnedError, match="moe: this backward belongs to a forward that ran before"):
-        layer.refuse_released()
+        layer.refuse_old(version)
 
 
 def test_only_the_first_change_of_a_step_is_undone_and_none_after_an_applied_one() -> None:

@@ -38,6 +38,7 @@ SLOW = {
     "link loopback --rounds 2 --steps 1 --hidden 64 --tokens 64": r"\[2,2\]",
     "link goodput --losses 0% --megabytes 1 --rounds 1": "cubic",
     "overlap --layers 2": "expert_gradients",
+    "hot --kinds classic --skews 1.0 --rounds 1 --steps 2 --ranks 2 --experts 8 --tokens 16": "hot experts auto",
     "memory --accumulations 1 --layers MoE --rows exact": "exact",
     "predict benchmarks/results/e2e-exact-4x1.jsonl": "stream model",
     "simulate benchmarks/results/e2e-exact-4x1.jsonl": "simulator",
@@ -46,7 +47,11 @@ SLOW = {
     "export --layers 2 --hidden 64 --experts 4": "adapters --merged",
     "is-it-for-you": "",
 }
-ELSEWHERE = {"demo": "tests/house/test_demo.py", "faults": "tests/house/test_faults.py"}
+ELSEWHERE = {
+    "demo": "tests/house/test_demo.py",
+    "gpu": "tests/house/test_gpu_page.py",
+    "faults": "tests/house/test_faults.py",
+}
 ON_EMULATED_HOSTS = ("e2e", "sites", "cuts", "soak", "overlap", "replan")
 WITH_DELAY = ("latency", "link goodput", "soak", "cuts")
 

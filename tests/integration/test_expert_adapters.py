@@ -106,7 +106,7 @@ def compare(case: Case, targets: tuple[str, ...]) -> dict[str, Any]:
         for step in range(case.steps):
             losses += train(engine, case, step, 1)
             sent.append(dict(ds_hybridep.stats(engine)["levels"][0]["sent_bytes"]))
-        factors = factors_of(engine, targets)
+        factors = factors_of(engine, targets, case.toy.ep_size)
         hot_changes = sum(layer.get("hot_changes", 0) for layer in ds_hybridep.stats(engine)["layers"])
         named = engine.module.named_parameters()
         num_factors = sum(getattr(p, "ds_numel", p.numel()) for n, p in named if "proj_lora" in n)
@@ -252,6 +252,15 @@ def test_frozen_weights_of_hot_experts_come_with_them(pool4: ProcessPool) -> Non
             assert hybrid == pytest.approx(plain, rel=FP32_TOLERANCE)
             assert found["distance"] < FP32_TOLERANCE
             assert found["hot_changes"] > 1
+
+
+def test_groups_of_zero_3_have_hot_experts_of_their_own(pool4: ProcessPool) -> None:
+    toy = replace(SHAPE, ep_size=2, drift=2)
+    case = case4("qwen3_moe", 1, 1, toy=toy, hot_experts=1, steps=5, zero_stage=3)
+    for found in pool4.run(compare, case=case, targets=BOTH, timeout_s=120.0):
+        plain, hybrid = found["losses"]
+        assert hybrid == pytest.approx(plain, rel=FP32_TOLERANCE)
+        assert found["hot_changes"] > 1
 
 
 def test_memory_is_what_is_estimated(pool4: ProcessPool) -> None:

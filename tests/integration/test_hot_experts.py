@@ -2,6 +2,7 @@
 """Training with hot experts gives what unmodified DeepSpeed gives, while the hot experts change."""
 
 import json
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,10 +11,10 @@ import pytest
 from checkpoints import resume_in_a_fresh_engine
 from deepspeed import comm as dist
 from marks import slow
-from parity import FP32_TOLERANCE, Case, assert_parity, levels_of
+from parity import FP32_TOLERANCE, Case, assert_parity, levels_of, loss_of
 from process_pool import ProcessPool
 from toy_model import ToyConfig
-from training import block_of, engine_of, train
+from training import batch_of, block_of, engine_of, error_of, evaluate, train
 
 import ds_hybridep
 from ds_hybridep.commands.record import format_run_record
@@ -51,10 +52,10 @@ def change_a_replica(case: Case, place: int) -> str:
         runtime.migration.finish_shipments()
         replicas = runtime.migration.layers[place].replicas
         holders = [None] * dist.get_world_size()
-        dist.all_gather_object(holders, len(replicas.hot.slots))
+        dist.all_gather_object(holders, len(replicas.hot_slots))
         assert any(holders)
         if dist.get_rank() == next(rank for rank, count in enumerate(holders) if count):
-            replicas.hot.values(replicas.hot.slots[0], trainable_only=False)[0].add_(1.0)
+            replicas.hot.values(replicas.hot_slots[0], trainable_only=False)[0].add_(1.0)
         try:
             train(engine, case, 2, 1)
         except VerificationError as error:
@@ -88,6 +89,53 @@ def hot_by_step(case: Case) -> list[list[int]]:
             train(engine, case, step, 1)
             found.append(ds_hybridep.stats(engine)["layers"][0]["hot_experts"])
         return found
+
+
+def error_of_layers(case: Case, settings: dict[str, Any]) -> tuple[str, str]:
+    return error_of(layers_after, case, settings, 0)
+
+
+def go_back(case: Case, folder: str, *, in_the_middle: bool = False) -> tuple[list[float], list[float]]:
+    """Losses of two steps from a checkpoint on, and again after it was loaded by the engine that went on."""
+    with engine_of(case, with_block=True, hybridep=with_levels(case)) as engine:
+        train(engine, case, 0, 2)
+        engine.save_checkpoint(folder)
+        straight = train(engine, case, 2, 2)
+        train(engine, case, 4, 1)
+        if in_the_middle:
+            engine.backward(loss_of(engine, case, *batch_of(case, 5)))
+            engine.step()
+        engine.load_checkpoint(folder)
+        return straight, train(engine, case, 2, 2)
+
+
+def losses_with_slow_codec(case: Case, codec: dict[str, Any]) -> list[float]:
+    """Losses of steps that verify replicas, with weights encoded over the slow level."""
+    block = with_levels(case)
+    block["levels"][0].update(codec)
+    with engine_of(case, with_block=True, hybridep=block) as engine:
+        return train(engine, case, 0, case.steps)
+
+
+def loads_after(case: Case, num_evaluations: int) -> list[list[float]]:
+    with engine_of(case, with_block=True, hybridep=with_levels(case)) as engine:
+        train(engine, case, 0, 2)
+        for _ in range(num_evaluations):
+            evaluate(engine, case)
+        train(engine, case, 2, 1)
+        return [one.loads for one in engine.__dict__["_hybridep_attachment"].runtime.hot.layers.values()]
+
+
+def limits_of_plans(case: Case, gigabytes: Sequence[float]) -> list[int]:
+    """The most hot experts of a layer, under one memory limit after the other."""
+    found = []
+    with engine_of(case, with_block=True, hybridep=with_levels(case, hot_memory_gb=gigabytes[0])) as engine:
+        for at, limit in enumerate(gigabytes):
+            if at:
+                ds_hybridep.replan(engine, block_of(case, **with_levels(case, hot_memory_gb=limit)))
+            train(engine, case, 2 * at, 2)
+            found.append(engine.__dict__["_hybridep_attachment"].runtime.hot._limit_and_costs[0])
+    return found
 
 
 # -- the tests --------------------------------------------------------------------------------------------------
@@ -186,6 +234,8 @@ def test_loads_are_in_the_report_in_show_and_in_the_trace(pool4: ProcessPool, tm
     for layer in report["layers"]:
         assert layer["hot_experts"]
         assert layer["load_after"] <= layer["load_before"]  # of the fullest rank of both datacentres
+        rows = 4 * 3 * 8 * 2 / 4  # ranks, sequences, tokens and experts of each; on one of the ranks
+        assert layer["rows_before"] == pytest.approx(layer["load_before"] * rows)
     assert "without hot experts" in format_run_record(report)
     assert sorted(event["name"] for event in counters) == [f"load of {layer['name']}" for layer in report["layers"]]
     assert counters[0]["args"].keys() == {"load_before", "load_after"}
@@ -218,3 +268,47 @@ def test_hot_experts_change_one_step_after_the_routing(pool4: ProcessPool) -> No
             for hot in found[first : first + 3]:
                 assert hot
                 assert set(hot) <= preferred
+
+
+@pytest.mark.parametrize("sizes", [(1, 1), (2, 1)])
+def test_an_engine_goes_back_to_its_checkpoint(pool4: ProcessPool, tmp_path: Path, sizes: tuple[int, int]) -> None:
+    # Weights are still under way when the checkpoint is loaded, which has other hot experts.
+    for straight, again in pool4.run(go_back, case=hot4(*sizes), folder=str(tmp_path)):
+        assert again == straight
+
+
+def test_a_checkpoint_is_loaded_in_the_middle_of_an_accumulation(pool4: ProcessPool, tmp_path: Path) -> None:
+    case = hot4(1, 1, zero_stage=1, accumulation=2)
+    for straight, again in pool4.run(go_back, case=case, folder=str(tmp_path), in_the_middle=True):
+        assert again[0] == pytest.approx(straight[0], rel=FP32_TOLERANCE)
+
+
+@pytest.mark.parametrize("zero_stage", [1, 3])
+def test_replicas_are_those_of_this_step_beside_patches(pool4: ProcessPool, zero_stage: int) -> None:
+    case = hot4(2, 1, toy=replace(FEW, routing="learned"), family="mixtral", dtype="bf16", zero_stage=zero_stage)
+    exact, patched = (
+        pool4.run(losses_with_slow_codec, case=case, codec={"weight_codec": codec}) for codec in ("identity", "patch")
+    )
+    assert patched == exact
+
+
+def test_codecs_of_slower_levels(pool4: ProcessPool) -> None:
+    codec = {"weight_codec": "int8", "gradient_codec": "int8"}
+    for losses in pool4.run(losses_with_slow_codec, case=hot4(2, 1), codec=codec):
+        assert losses[-1] < losses[0]
+
+
+def test_batches_of_an_evaluation_are_no_load(pool4: ProcessPool) -> None:
+    case = hot4(1, 1)
+    assert pool4.run(loads_after, case=case, num_evaluations=5) == pool4.run(loads_after, case=case, num_evaluations=0)
+
+
+def test_another_plan_has_its_own_memory_limit(pool4: ProcessPool) -> None:
+    assert pool4.run(limits_of_plans, case=hot4(1, 1), gigabytes=(1.0, 1e-9, 1.0)) == [[2, 0, 2]] * 4
+
+
+def test_auto_is_refused_under_zero_3(pool4: ProcessPool) -> None:
+    case = hot4(1, 1, toy=replace(FEW, routing="learned"), family="mixtral", zero_stage=3)
+    for kind, message in pool4.run(error_of_layers, case=case, settings={"hot_experts": "auto"}):
+        assert kind == "UnsupportedError"
+        assert "numbers of hot experts" in message

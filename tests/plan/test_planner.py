@@ -10,8 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ds_hybridep.commands.question import add_arguments, read_question
+from ds_hybridep.config import parse_config
 from ds_hybridep.errors import PlanError
 from ds_hybridep.plan.cluster import Cluster, Level, Link
+from ds_hybridep.plan.hot_gain import hot_gain
 from ds_hybridep.plan.layout import BY_DEEPSPEED, IDENTITY, CodecCost, ExpertGroup, LevelCodecs, Rates
 from ds_hybridep.plan.model_sizes import model_from_mapping
 from ds_hybridep.plan.models import read_model_file
@@ -126,6 +128,86 @@ def test_every_divisor_of_every_level_is_priced():
     inside = set(itertools.product((1,), (1, 2), (1, 2, 4, 8, 16), (1, 2, 4, 8)))
     strided = set(itertools.product((1, 2), (1, 2, 4), (1, 2, 4, 8, 16), (1, 2)))
     assert set(sizes) == inside | strided
+
+
+def skewed(skew, sizes=(1, 8), memory_bytes=1e11, **settings):
+    """By default, a machine in which replicas of all experts have no room."""
+    workload = {"skew": skew, "is_checkpointed": True}
+    links = {"gbps": (10, 3200), "memory_bytes": memory_bytes}
+    return question_of("Qwen3-30B-A3B", sizes, workload=workload, tokens=8192, **links, **settings)
+
+
+def test_hot_experts_are_tried_where_they_can_be():
+    question = skewed(2.6, (2, 8), codecs=(LevelCodecs(), LevelCodecs(LOW_RANK, LOW_RANK)))
+    found = {one.layout.hot_by_level: one.layout for one in price_all(question)}
+    assert {max(by_level) for by_level in found} == {0, 1, 2, 4, 8, 16, 32, 64, 128}
+    for one in price_all(question):
+        for size, span, count, codecs in zip(
+            one.layout.domain_sizes, one.layout.spans, one.layout.hot_by_level, one.layout.codecs, strict=True
+        ):
+            assert not count or (size == 1 and span > 1 and codecs.weight == codecs.gradient == IDENTITY)
+            assert count <= 128
+    labels = [one.label for one in price_all(question)]
+    assert len(set(labels)) == len(labels)
+    assert not any(one.layout.hot_experts for one in price_all(skewed(1.0)))
+
+
+def test_hot_experts_pay_under_a_skew_and_cost_what_the_gain_says():
+    question = skewed(2.6)
+    best = make_plan(question).best
+    assert best.layout.hot_by_level[1] > 0
+    gain = hot_gain(question, best)
+    assert (gain.load_before, gain.level, gain.count) == (pytest.approx(2.6), "gpu", best.layout.hot_experts)
+    assert gain.load_after < 1.5
+    assert gain.after_s == best.step_s
+    plain = next(
+        one for one in price_all(question) if one.layout == dataclasses.replace(
+            best.layout, hot_experts=0, hot_level=None
+        )
+    )  # fmt: skip
+    assert gain.before_s == plain.step_s > 1.1 * best.step_s
+    assert gain.num_bytes == best.memory.replica_bytes - plain.memory.replica_bytes > 0
+    assert hot_gain(question, plain) is None
+    # Weights and gradients travel once in a step, from an owner to 7 others, or from 7 owners to a rank.
+    copies = gain.crossing_bytes / (2 * 48 * question.workload.expert_travel_bytes)
+    assert copies == pytest.approx(round(copies))
+    assert copies >= 7
+
+
+def test_a_limit_of_memory_for_hot_experts_is_kept():
+    question = skewed(2.6)
+    of_one = question.workload.hot_expert_bytes
+    assert of_one == 48 * 4718592 * (2 + 4)
+    for limit, most in ((0.9, 0), (1.0, 1), (3.9, 2), (4.0, 4)):
+        limited = dataclasses.replace(question, hot_bytes=limit * of_one)
+        assert max(one.layout.hot_experts for one in price_all(limited)) == most
+    with_gain = hot_gain(question, next(one for one in price_all(question) if one.layout.hot_by_level == (0, 4)))
+    assert with_gain.num_bytes <= 4.1 * of_one
+
+
+def test_what_deepspeed_drops_is_said_and_is_not_better():
+    plan = make_plan(skewed(4.0, (2, 8), 8e10))
+    padded = [way for way in plan.alternatives if way.is_by_deepspeed]
+    assert all(0.2 < way.dropped < 0.9 for way in padded)
+    assert all(way.note.startswith(f"drops {way.dropped:.0%} of the rows") for way in padded)
+    assert plan.better is None
+    exact = next(way for way in plan.alternatives if "de-duplicated" in way.name)
+    assert exact.load == pytest.approx(4.0)
+
+
+def test_a_plan_with_hot_experts_is_in_the_block_and_in_json():
+    question = skewed(2.6)
+    plan = make_plan(question)
+    count = plan.best.layout.hot_experts
+    levels = ds_config_block(question, plan)["hybridep"]["levels"]
+    assert [level.get("hot_experts") for level in levels] == [None, count]
+    parse_config({"levels": levels}, world_size=8)
+    written = plan.to_json()
+    assert written["plan"]["hot_experts"] == [0, count]
+    assert written["plan"]["load_before"] == pytest.approx(2.6)
+    assert written["plan"]["load_after"] < written["plan"]["load_before"]
+    assert f"hot [0,{count}] ep 8" in plan.best.label
+    assert "hot_experts" not in make_plan(skewed(1.0)).to_json()["plan"]
 
 
 def test_fast_links_need_no_domains_over_them():

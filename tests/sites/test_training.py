@@ -16,6 +16,7 @@ from ds_hybridep.lab.topology import LinkSpec, Topology
 
 pytestmark = pytest.mark.dist
 DOMAINS = [{"name": "gpu", "size": 2, "domain_size": 2}]
+HOT = [{"name": "rank", "size": 2, "hot_experts": 2}]
 AUTOEP = [
     pytest.mark.slow,
     pytest.mark.timeout(480),
@@ -55,6 +56,7 @@ def train(meeting: Meeting, folder: Path, ranks: int, sites: dict[str, Any], **o
         pytest.param({"zero": 1, "ranks": 2}, marks=pytest.mark.slow),
         pytest.param({"zero": 2, "ranks": 2, "clip": 0.5}, marks=pytest.mark.slow),
         pytest.param({"zero": 1, "ranks": 2, "levels": DOMAINS, "accumulation": 2}, marks=pytest.mark.slow),
+        pytest.param({"zero": 1, "ranks": 2, "levels": HOT, "accumulation": 2}, marks=pytest.mark.slow),
         pytest.param({"family": "mixtral", "zero": 1, "ranks": 2, "accumulation": 2}, marks=AUTOEP),
         pytest.param({"family": "qwen3_moe", "zero": 2, "ranks": 2}, marks=AUTOEP),
         pytest.param({"family": "qwen3_moe", "zero": 3, "ranks": 2, "clip": 0.5, "accumulation": 2}, marks=AUTOEP),

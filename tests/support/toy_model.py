@@ -214,5 +214,5 @@ def batch(
     generator = torch.Generator().manual_seed(zlib.crc32(f"{seed}/{step}/{micro_step}/{rank}".encode()))
     tokens = torch.randint(config.vocab, (num_sequences, config.sequence), generator=generator)
     if config.drift:
-        tokens = tokens % 2 + 2 * (step // config.drift)
+        tokens = (tokens % 2 + 2 * (step // config.drift)) % config.vocab
     return tokens, (3 * tokens + 1) % config.vocab
