@@ -296,10 +296,10 @@ def counters_of(engine: Any) -> tuple[float, float, float]:
 
 def report(records: list[Record], args: argparse.Namespace) -> str:
     """Markdown: medians of steps, their ratio to those of one job in the same rounds, waits and bytes."""
-    one_job = {point_of(record): record["step_s"] for record in records if record["params"]["way"] == ONE_JOB}
+    one_job = {run_of(record): record["step_s"] for record in records if record["params"]["way"] == ONE_JOB}
     rows = []
     for record in records:
-        base = one_job.get(point_of(record))
+        base = one_job.get(run_of(record))
         rows.append(
             [
                 *point_of(record), record["params"]["way"], f"{statistics.median(record['step_s']):.3f}",
@@ -317,6 +317,11 @@ def report(records: list[Record], args: argparse.Namespace) -> str:
         "bytes that left before it."
     )
     return f"{title}\n\n{table(header, rows)}"
+
+
+def run_of(record: Record) -> tuple[str, ...]:
+    """What the ways of one lab share; a point may have been measured twice."""
+    return *point_of(record), record["params"]["note"]
 
 
 def point_of(record: Record) -> tuple[str, ...]:
