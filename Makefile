@@ -19,18 +19,21 @@ BIN = $(abspath $(VENV))/bin
 export TORCH_EXTENSIONS_DIR = $(CURDIR)/.cache/torch_extensions
 export PATH := $(BIN):$(PATH)
 
-.PHONY: help demo test test-gpu test-slow test-versions check fmt bench clean
+.PHONY: help demo gpu test test-gpu test-slow test-versions check fmt bench reference release clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make demo       train a small model over an emulated slow link in three ways, and compare"
 	@echo "make test       the tests that need no GPU and little time"
 	@echo "make test-gpu   those that need a GPU"
+	@echo "make gpu        all to run first on a machine with GPUs, and one page to send back; PRETEND=1: on CPUs"
 	@echo "make test-slow  those that take long, and random tests with new seeds"
 	@echo "make test-versions  a core of the tests with each DeepSpeed and Python; writes docs/versions.md"
 	@echo "make check      lint, format, types, import order"
 	@echo "make fmt        format, and fix what can be fixed"
 	@echo "make bench      lists the measuring programs; NAME='e2e --help' runs one"
+	@echo "make reference  the reference of the Python interface, in build/reference"
+	@echo "make release    check version, changelog and tag, and build what is to be uploaded, in dist"
 	@echo "make clean      remove what the others made, .venv too"
 
 # op_builder/ and csrc/ lie beside the package, so setuptools finds modules by a finder and warns of an editable install.
@@ -47,6 +50,9 @@ $(VENV)/.installed: pyproject.toml setup.py ds_hybridep/version.py
 
 demo: $(INSTALLED)
 	@$(BIN)/python -m benchmarks demo
+
+gpu: $(INSTALLED)
+	@$(BIN)/python -m benchmarks gpu $(if $(PRETEND),--pretend)
 
 test: $(INSTALLED)
 	$(BIN)/python -m pytest -m "not slow and not gpu" -n 3 --dist loadgroup
@@ -72,6 +78,12 @@ fmt: $(INSTALLED)
 
 bench: $(INSTALLED)
 	@$(BIN)/python -m benchmarks $(NAME)
+
+reference: $(INSTALLED)
+	@DS_ACCELERATOR=cpu $(BIN)/python .ci/reference.py build/reference
+
+release: $(INSTALLED)
+	@$(BIN)/python .ci/release.py
 
 clean:
 	rm -rf .venv .cache build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis runs

@@ -17,43 +17,65 @@ from ds_hybridep.commands import question
 from ds_hybridep.errors import PlanError
 from ds_hybridep.plan.planner import Plan, make_plan
 
-MODELS = ("Qwen3-30B-A3B", "Mixtral-8x7B", "gpt-oss-120b", "DeepSeek-V3")
+MODELS = ("Qwen3-30B-A3B", "Mixtral-8x7B", "gpt-oss-120b")
 TRAININGS = {"full": (), "LoRA, rank 16": ("--lora-rank", "16")}
 GBPS = (1, 10, 100)
-GPUS = (8, 16, 32, 64, 128, 256, 512)  # of each datacentre; the fewest that something fits
+GPUS = (8, 16, 32, 64)  # of each datacentre; the fewest that something fits
 ZERO_STAGES = (1, 2)
+BUILDING = (25, 200)  # Gbit/s of the uplink of each machine of eight GPUs
 COMMON = (
-    "--delay", "10ms", "--lan", "3200gbps", "--tokens", "8192", "--accumulation", "4", "--checkpointing",
+    "--lan", "3200gbps", "--tokens", "8192", "--accumulation", "4", "--checkpointing",
     "--learning-rate", "1e-5", "--memory", "80",
 )  # fmt: skip
 
 PAGE = """\
 # Is it for you?
 
-What `ds_hybridep plan` predicts for two datacentres of GPUs with 80 GB: 10 ms one way, NVLink inside; 8192 tokens per
-GPU and micro-step, 4 micro-steps, checkpointed activations, bf16, a learning rate of 1e-5, 396 TFLOPS per GPU.
-**Nothing here was measured on GPUs.** Each datacentre has the fewest GPUs, of 8, 16, 32 ..., that any plan fits.
+What `ds_hybridep plan` predicts for GPUs with 80 GB and NVLink: 8192 tokens per GPU and micro-step, 4 micro-steps,
+checkpointed activations, bf16, a learning rate of 1e-5, 396 TFLOPS per GPU. **Nothing here was measured on GPUs.**
 
-- **Gbit/s**: of the uplink of each datacentre.
-- **Plan**: domain sizes over the slow and the fast level, codecs, and the size of the expert-parallel group
-  ([how to read it](planning.md#what-comes-out)).
-- **Over DeepSpeed**: how many times as fast as the faster of DeepSpeed's layouts that fit: expert parallelism over
-  everything, or inside each datacentre with data parallelism across.
-- **What beats it**: pipeline stages across datacentres, or local SGD, which is not the same training. Neither is
-  provided here.
+## Two datacentres
+
+10 ms apart, one way. Each has the fewest GPUs, of 8, 16, 32 ..., that any plan fits.
+
+A cell says, for uplinks of this rate:
+
+- seconds per step; how many times as fast (x) as the faster of DeepSpeed's layouts that fit; GB per GPU;
+- the plan: domain sizes, codecs, size of the expert-parallel group ([how to read it](planning.md#what-comes-out));
+- in brackets what is faster still, and how many times: pipeline stages across datacentres, or local SGD, which is not
+  the same training. Neither is provided here.
 
 {table}
+
+## Inside one building
+
+Two machines of eight GPUs, 0.05 ms apart. How many times as fast as the faster of DeepSpeed's layouts, with codecs and
+exact, for a network of 25 Gbit/s or 200 Gbit/s per machine:
+
+{building}
+
+So 25 Gbit/s for eight GPUs is a slow link too, and full fine-tuning gains much. Where the table says less than 1.1,
+use DeepSpeed alone. On CPUs with an unlimited link ours was up to 8% slower for a [small model](../README.md), and up
+to 38% for [very small layers](benchmarks.md#what-the-runtime-itself-costs). Predictions assume even routing; where
+some experts get most of the rows, [hot experts](hot-experts.md) may help: see `plan --skew`.
 
 Made by `python -m benchmarks is-it-for-you`.
 """
 
 
-def plan_of(model: str, training: str, gpus: int, zero_stage: int, gbps: int) -> Plan:
+def plan_of(model: str, training: str, gpus: int, zero_stage: int, gbps: int, delay: str = "10ms", *more: str) -> Plan:
     """gpus: of each datacentre.  Raises PlanError where nothing fits."""
     parser = argparse.ArgumentParser()
     question.add_arguments(parser)
     arguments = ["--model", model, "--dcs", f"2x{gpus}", "--wan", f"{gbps}gbps", "--zero-stage", str(zero_stage)]
+    arguments += ["--delay", delay, *more]
     return make_plan(question.read_question(parser.parse_args([*arguments, *TRAININGS[training], *COMMON])))
+
+
+def over_deepspeed(plan: Plan) -> str:
+    """How many times as fast as the faster of DeepSpeed's layouts that fit."""
+    theirs = [way.step_s for way in plan.alternatives if way.is_by_deepspeed and not way.lacking_bytes]
+    return f"{min(theirs) / plan.best.step_s:.3g}" if theirs else "does not fit"
 
 
 def smallest(model: str, training: str) -> tuple[int, int]:
@@ -69,21 +91,32 @@ def rows() -> Iterator[tuple[str, ...]]:
     """Cells of the table, line by line."""
     for model, training in itertools.product(MODELS, TRAININGS):
         gpus, zero_stage = smallest(model, training)
-        case = f"{model}, {training}; 2 x {gpus} GPUs, ZeRO-{zero_stage}"
-        for gbps in GBPS:
-            plan = plan_of(model, training, gpus, zero_stage, gbps)
-            best, fitting = plan.best, [way for way in plan.alternatives if not way.lacking_bytes]
-            theirs = [way.step_s for way in fitting if way.is_by_deepspeed]
-            faster = [
-                f"{way.name.split(',')[0].removesuffix(' across each dc')} {best.step_s / way.step_s:.2f}"
-                for way in fitting
-                if not way.is_provided and way.step_s < best.step_s * 0.99
-            ]
-            ratio = f"{min(theirs) / best.step_s:.3g}" if theirs else "does not fit"
-            yield (
-                case if gbps == GBPS[0] else "", str(gbps), best.label.replace("|", " / "),
-                f"{best.step_s:.3g}", ratio, ", ".join(faster), f"{best.memory.total_bytes / 1e9:.0f}",
-            )  # fmt: skip
+        cells = [cell(plan_of(model, training, gpus, zero_stage, gbps)) for gbps in GBPS]
+        yield (f"{model}, {training}; 2 x {gpus} GPUs, ZeRO-{zero_stage}", *cells)
+
+
+def cell(plan: Plan) -> str:
+    """Seconds, ratio, memory and name of the best plan, and what beats it."""
+    best = plan.best
+    faster = [
+        f"{way.name.split(',')[0].removesuffix(' across each dc')} {best.step_s / way.step_s:.2f}"
+        for way in plan.alternatives
+        if not way.lacking_bytes and not way.is_provided and way.step_s < best.step_s * 0.99
+    ]
+    figures = f"{best.step_s:.3g} s, {over_deepspeed(plan)} x, {best.memory.total_bytes / 1e9:.0f} GB"
+    lines = [figures, best.label.replace("|", "/"), *([f"({', '.join(faster)})"] if faster else [])]
+    return "<br>".join(lines)
+
+
+def building_rows() -> Iterator[tuple[str, ...]]:
+    """Cells of the table of one building, line by line."""
+    for model, training in itertools.product(MODELS[:2], TRAININGS):
+        cells = [
+            over_deepspeed(plan_of(model, training, 8, 1, gbps, "0.05ms", *codecs))
+            for gbps in BUILDING
+            for codecs in ((), ("--codecs", "exact"))
+        ]
+        yield (f"{model}, {training}", *cells)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -91,6 +124,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    header = "training", "Gbit/s", "plan", "s/step", "over DeepSpeed", "what beats it, times as fast", "GB/GPU"
-    args.out.write_text(PAGE.format(table=table(header, rows())))
+    header = "training", *(f"{gbps} Gbit/s" for gbps in GBPS)
+    kinds = [f"{gbps} Gbit/s, {codecs}" for gbps in BUILDING for codecs in ("codecs", "exact")]
+    building = table(("training", *kinds), building_rows())
+    args.out.write_text(PAGE.format(table=table(header, rows()), building=building))
     return 0

@@ -11,7 +11,7 @@ the entry point in `_autoload` runs in every process that imports torch.
     refresh(engine)                        resync working copies after parameters were changed by hand
     save_pretrained(engine, folder)        write the model as transformers or peft do, with the experts of all ranks
     trace(engine, path)                    Chrome/Perfetto trace of the steps inside a with block
-    site(source=None)                      which of the sites this process belongs to
+    site(source=None)                      which of the sites this process belongs to, a `Site`
     SiteSampler(dataset, site, ...)        the samples of one rank of one site
 """
 
@@ -24,12 +24,18 @@ if TYPE_CHECKING:
     from ds_hybridep.integration.api import detach, refresh, replan, site, stats, trace
     from ds_hybridep.integration.saving import save_pretrained
     from ds_hybridep.integration.start import attach
-    from ds_hybridep.sites.data import SiteSampler
+    from ds_hybridep.sites.data import Site, SiteSampler
 
 __all__ = [
-    "SiteSampler", "__version__", "attach", "detach", "refresh", "replan", "save_pretrained", "site", "stats", "trace",
+    "Site", "SiteSampler", "__version__", "attach", "detach", "refresh", "replan", "save_pretrained", "site", "stats",
+    "trace",
 ]  # fmt: skip
-_MODULES = {"SiteSampler": "sites.data", "attach": "integration.start", "save_pretrained": "integration.saving"}
+_MODULES = {
+    "Site": "sites.data",
+    "SiteSampler": "sites.data",
+    "attach": "integration.start",
+    "save_pretrained": "integration.saving",
+}
 
 
 def __getattr__(name: str) -> Any:

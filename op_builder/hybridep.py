@@ -84,7 +84,7 @@ class HybridEPBuilder(CPUOpBuilder):  # type: ignore[misc]  # deepspeed has no t
         A build ahead of time needs no device if TORCH_CUDA_ARCH_LIST says what to build for.
         """
         if not self.is_cuda:
-            return None
+            return None if self.is_built() or self.compilers else self._why_no_compiler()
         if torch.version.cuda is None:
             return f"torch {torch.__version__} is a build without CUDA; install one with it"
         if not (ahead_of_time and _listed()):
@@ -95,6 +95,17 @@ class HybridEPBuilder(CPUOpBuilder):  # type: ignore[misc]  # deepspeed has no t
                 found = ".".join(map(str, capability))
                 return f"{torch.cuda.get_device_name()} has compute capability {found}; the kernels need 8.0 or later"
         return None if not ahead_of_time and self.is_built() else self._why_no_build()
+
+    def is_compatible(self, verbose: bool = False) -> bool:
+        """Whether the kernels are built, or can be built here.  DeepSpeed's `ds_report` asks."""
+        reason = self.why_not()
+        if reason is not None and verbose:
+            self.warning(reason)
+        return reason is None
+
+    def _why_no_compiler(self) -> str:
+        wanted = f"{os.environ.get('CXX', 'c++')}{' or nvcc' if self.is_cuda else ''}"
+        return f"{wanted} cannot be run; install a C++ compiler, or set CXX to the one that you have"
 
     def _why_no_build(self) -> str | None:
         """Why nvcc cannot build here; None if no reason is known."""
@@ -248,8 +259,7 @@ class HybridEPBuilder(CPUOpBuilder):  # type: ignore[misc]  # deepspeed has no t
 
     def _compile(self, library: Path) -> None:
         if not self.compilers:
-            wanted = f"{os.environ.get('CXX', 'c++')}{' or nvcc' if self.is_cuda else ''}"
-            raise RuntimeError(f"{wanted} cannot be run; install a C++ compiler, or set CXX to the one that you have")
+            raise RuntimeError(self._why_no_compiler())
         library.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix="building-", dir=library.parent, ignore_cleanup_errors=True) as folder:
             arguments = {

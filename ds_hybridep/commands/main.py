@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from ds_hybridep.commands import export, lab, meet, plan, probe, report, show, simulate
 from ds_hybridep.errors import HybridEPError
+from ds_hybridep.version import __version__
 
 EXIT_MISUSED = 2  # as argparse does
 
@@ -16,6 +17,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="ds_hybridep", description="Tools for training Mixture-of-Experts models with DeepSpeed over slow links."
     )
+    parser.add_argument("--version", action="version", version=f"ds_hybridep {__version__}")
     # DeepSpeed's launcher passes this before all other arguments.
     parser.add_argument("--local_rank", help=argparse.SUPPRESS)
     subparsers = parser.add_subparsers(required=True, metavar="SUBCOMMAND")

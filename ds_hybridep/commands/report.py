@@ -1,18 +1,31 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The `report` subcommand: prints what this machine has for ds_hybridep.  DeepSpeed's ds_report prints the rest."""
+"""The `report` subcommand: what this machine has for ds_hybridep, to read first and to paste into an issue.
+
+DeepSpeed's ds_report prints the rest.
+"""
 
 import argparse
+import contextlib
 import importlib
 import os
+import platform
 from importlib import metadata
 from typing import Any
 
 from ds_hybridep.version import __version__
 
+SETTINGS = (  # of docs/environment.md, those that a user sets and that name no host
+    "TORCH_DEVICE_BACKEND_AUTOLOAD", "HYBRIDEP_SITE", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "DS_ACCELERATOR",
+    "OMP_NUM_THREADS", "TORCH_EXTENSIONS_DIR", "CXX", "CUDA_HOME", "TORCH_CUDA_ARCH_LIST", "DS_BUILD_HYBRIDEP",
+)  # fmt: skip
+PACKAGES = ("deepspeed", "torch", "transformers", "peft", "numpy")
+
 
 def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     """Adds `report` to the subcommands of the program."""
-    parser = subparsers.add_parser("report", help="print the kernels, and whether DeepSpeed will find the block")
+    parser = subparsers.add_parser(
+        "report", help="print versions, settings and kernels, and whether the block is found"
+    )
     parser.set_defaults(run=run)
 
 
@@ -29,7 +42,26 @@ def run(_args: argparse.Namespace) -> int:
         print(f"kernels for {device_type} tensors: {found}")
     print(f"start-up hook: {state_of_hook()}")
     print(f"ds_hybridep {__version__}")
+    print(f"versions: {', '.join(versions())}")
+    print(f"GPUs: {', '.join(gpus()) or 'none'}")
+    print(f"environment: {' '.join(f'{name}={os.environ[name]}' for name in SETTINGS if name in os.environ) or '-'}")
     return 0
+
+
+def versions() -> list[str]:
+    """Of the packages that are installed, of Python and of the system."""
+    found = []
+    for package in PACKAGES:
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            found.append(f"{package} {metadata.version(package)}")
+    return [*found, f"Python {platform.python_version()}", f"{platform.system()} {platform.machine()}"]
+
+
+def gpus() -> list[str]:
+    """Name and compute capability of each CUDA device."""
+    cuda: Any = importlib.import_module("torch").cuda
+    devices = range(cuda.device_count())
+    return [f"{cuda.get_device_name(at)} ({'.'.join(map(str, cuda.get_device_capability(at)))})" for at in devices]
 
 
 def state_of_hook() -> str:

@@ -22,7 +22,12 @@ from ds_hybridep.transport.trace import record_trace
 def detach(engine: nn.Module) -> None:
     """Give the MoE layers back to DeepSpeed, as they were before `attach`; all ranks must call.
 
-    Raises GradientNotReturnedError in the middle of a gradient accumulation.
+    Args:
+        engine: the first value that `deepspeed.initialize` returned.
+
+    Raises:
+        ConfigError: hybridep is not attached to this engine.
+        GradientNotReturnedError: the call comes in the middle of a gradient accumulation.
     """
     attachment = attachment_of(engine)
     attachment.runtime.finish()
@@ -32,18 +37,33 @@ def detach(engine: nn.Module) -> None:
 
 
 def stats(engine: nn.Module) -> dict[str, Any]:
-    """Return this rank's counters: bytes and messages per level, direction and kind; exposed seconds; rows.
+    """Return what was moved so far, of this rank, as a dict that JSON can hold.  Counters begin at attach.
 
-    Kind "dense" covers all that several ranks hold; its counters are None (not counted) if DeepSpeed sends it itself.
-    Counters begin at attach.  The result also has:
+    Args:
+        engine: the first value that `deepspeed.initialize` returned.
 
-        "synchronised"   what codecs do, by name, for dense parameters and for experts that several groups hold
-        "replica_bytes"  bytes held now on the device for replicas, their gradients and their codecs
-        "host_bytes"     bytes held now in host memory for the same, if "state" is "host"
-        "job"            counters of all ranks as of the last report, as in `report_file`; None before the first
-                         report and on ranks other than 0
-        "planning"       the plan, as in `report_file`, if the job is planned while it runs; else None
-        "sites"          what this rank has exchanged with other sites (docs/sites.md), if there are any; else None
+    Returns:
+        A dict.  Names that end in `_bytes` are bytes, in `_s` seconds, `rows` are rows of tokens.
+
+            "rank", "steps"  of this process; optimizer steps
+            "levels"         for each level, slowest first, "sent_bytes", "received_bytes" and "sent_messages" by kind;
+                             "plain_ep_bytes", what DeepSpeed would have sent; "waits"
+            "exposed_s"      seconds in which training waited, by kind
+            "layers"         for each MoE layer its rows and what codecs do on this rank
+            "link"           for each peer on the link: bytes, round trip, reconnects
+            "synchronised"   what codecs do, by name, for dense parameters and for experts that several groups hold
+            "replica_bytes"  bytes held now on the device for replicas, their gradients and their codecs
+            "host_bytes"     bytes held now in host memory for the same, if "state" is "host"
+            "job"            counters of all ranks as of the last report, as in `report_file`; None before the first
+                             report and on ranks other than 0
+            "planning"       the plan, as in `report_file`, if the job is planned while it runs; else None
+            "sites"          what this rank has exchanged with other sites (docs/sites.md), if there are any; else None
+
+        Kind "dense" covers all that several ranks hold; its counters are None (not counted) if DeepSpeed sends it
+        itself.
+
+    Raises:
+        ConfigError: hybridep is not attached to this engine.
     """
     attachment = attachment_of(engine)
     runtime, planner = attachment.runtime, attachment.planner
@@ -64,6 +84,13 @@ def refresh(engine: nn.Module) -> None:
     """Ship all experts' weights again and wait for them; all ranks must call.
 
     Call this after anything other than `engine.step()` or checkpoint loading has changed parameters.
+
+    Args:
+        engine: the first value that `deepspeed.initialize` returned.
+
+    Raises:
+        ConfigError: hybridep is not attached to this engine.
+        CommunicationError: a transfer failed or passed its time limit.
     """
     attachment_of(engine).runtime.refresh()
 
@@ -75,10 +102,15 @@ def replan(engine: nn.Module, config: Mapping[str, Any] | HybridEPConfig) -> Non
     and into the next gradients.  The levels must not change.  If the job is planned ("auto"), planning goes on, but
     `config` itself must give all sizes and codecs.
 
-    Call between two optimizer steps, with the content of a "hybridep" block.
+    Call between two optimizer steps.
+
+    Args:
+        engine: the first value that `deepspeed.initialize` returned.
+        config: content of a "hybridep" block.
 
     Raises:
-        ConfigError, PlanError, UnsupportedError: the block is wrong, leaves something "auto", or does not fit.
+        ConfigError, PlanError, UnsupportedError: the block is wrong, leaves something "auto", or does not fit; or
+            hybridep is not attached to this engine.
         GradientNotReturnedError: the call comes in the middle of a gradient accumulation.
         AgreementError: ranks differ, or a rank failed; the earlier settings stay.
     """
@@ -101,6 +133,14 @@ def trace(engine: nn.Module, path: str | Path) -> AbstractContextManager[None]:
     """Return a context manager that profiles the steps inside, and writes this rank's Chrome/Perfetto trace to `path`.
 
     The runtime names its ranges `hybridep::...`.  Transfers of weights and gradients have their own rows.
+
+    Args:
+        engine: the first value that `deepspeed.initialize` returned.
+        path: file of this rank, JSON with times in microseconds.  Its folder is made.
+
+    Raises:
+        ConfigError: hybridep is not attached to this engine.
+        OSError: the file cannot be written.
     """
     runtime = attachment_of(engine).runtime
     return record_trace(runtime.transport, path, runtime.hot.loads)
@@ -109,7 +149,13 @@ def trace(engine: nn.Module, path: str | Path) -> AbstractContextManager[None]:
 def site(source: Any = None) -> Site:
     """Return which of the sites this process belongs to.
 
-    source: an engine, or a ds_config (path or dict) before there is an engine; by default the engine that trains here.
+    Args:
+        source: an engine, or a ds_config (path or dict) before there is an engine; by default the engine that trains
+            here.
+
+    Raises:
+        ConfigError: there are no sites, or this process's own name is none of theirs.
+        OSError: the file of the ds_config cannot be read.
     """
     if source is not None and not isinstance(source, nn.Module):
         return read_site(source)

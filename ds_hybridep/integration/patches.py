@@ -32,6 +32,7 @@ MOE_LAYER = "deepspeed.moe.sharded_moe:MOELayer"
 AUTOEP_LAYER = "deepspeed.module_inject.auto_ep_layer:AutoEPMoELayer"
 CHECKPOINT = "deepspeed.checkpoint.deepspeed_checkpoint:DeepSpeedCheckpoint"
 UNIVERSAL = "deepspeed.checkpoint.autoep_universal"
+DS_REPORT = "deepspeed.env_report"
 MODULE = "torch.nn:Module"
 OPTIMIZER = "torch.optim:Optimizer"
 SAVED_TENSORS = "torch.autograd.graph:saved_tensors_hooks"
@@ -70,6 +71,7 @@ TABLE = (
     Patch(ENGINE, "__init__", "undo a start that fails; refuse a block that cannot work", "exit", ("config_class",)),
     Patch(CHECKPOINT, "_lightweight_autoep_metadata", "ds_to_universal learns of adapters", "exit", ("model_state",)),
     Patch(UNIVERSAL, "get_autoep_zero12_expert_param_info", "and takes them along", "exit", _LAYERS),
+    Patch(DS_REPORT, "op_report", "ds_report lists the kernels", "exit"),
     # While AutoEP makes its layers, from transformers 5.23 on.
     Patch(TRANSFORMERS_OUTPUTS, "_CAN_RECORD_REGISTRY", "AutoEP takes it for a plain dict", "AutoEP", is_method=False),
     # The engine's optimizer step.
@@ -105,6 +107,7 @@ TABLE = (
     Patch(ZERO_OPTIMIZER, "independent_gradient_partition_epilogue", "ZeRO 2's sums cross slow levels in the end"),
     Patch(ZERO_OPTIMIZER, "allreduce_and_scatter", "says whose gradients a bucket holds, for whom", parameters=_SUMS),
     Patch(ZERO_OPTIMIZER, "allreduce_bucket", "a sum goes level by level, to its owner only", parameters=_SUMS),
+    Patch(ZERO_OPTIMIZER, "reduce_ipg_grads", "gradients leave for other sites while the backward runs"),
     Patch(ZERO_OPTIMIZER, "has_overflow", "the flag and the norms of all parameter groups travel together"),
     Patch(ZERO_OPTIMIZER, "scaled_global_norm", "the same, where nobody has asked for the flag"),
     Patch(ZERO_OPTIMIZER, "get_grad_norm_direct", "norms have come with the flag", parameters=("gradients",)),

@@ -16,15 +16,16 @@ from ds_hybridep.errors import ConfigError
 
 @dataclass(frozen=True)
 class Site:
-    """This site among all sites.
-
-    index: in `sites.names`.  number: of all sites.  present: names of those that train now; empty before the start.
-    """
+    """This site among all sites."""
 
     name: str
+    """One of `sites.names`."""
     index: int
+    """Its place in `sites.names`."""
     number: int
+    """How many sites there are."""
     present: tuple[str, ...] = ()
+    """Names of those that train now; empty before the start."""
 
 
 def site_of(names: list[str], name: str | None, present: tuple[str, ...] = ()) -> Site:
@@ -53,10 +54,16 @@ class SiteSampler(torch.utils.data.Sampler[int]):
     The order depends on `seed` and the epoch alone.  The last samples are left out if they do not fill all shares.
 
     Args:
+        dataset: anything with a length.
         site: from `ds_hybridep.site`.
         rank, world_size: of this process in its site.
+        shuffle: draw another order in each epoch; otherwise that of the dataset.
+        seed: the same on all ranks of all sites.
         start: samples that this rank has read already, for a run that is resumed or a site that has come back:
             `engine.global_samples // engine.world_size`.
+
+    Raises:
+        ConfigError: there are fewer samples than ranks of all sites.
     """
 
     def __init__(
@@ -72,6 +79,7 @@ class SiteSampler(torch.utils.data.Sampler[int]):
         self.epoch, self._skip = divmod(start, len(self))
 
     def __len__(self) -> int:
+        """Return how many samples this rank reads in an epoch."""
         return self._size // self._num_shares
 
     def set_epoch(self, epoch: int) -> None:
@@ -80,6 +88,7 @@ class SiteSampler(torch.utils.data.Sampler[int]):
             self.epoch, self._skip = epoch, 0
 
     def __iter__(self) -> Iterator[int]:
+        """Yield the indices of this rank's samples in the rest of the epoch; then the next epoch begins."""
         order = list(range(self._size))
         if self._shuffle:
             generator = torch.Generator().manual_seed(self._seed + self.epoch)

@@ -2,6 +2,7 @@
 """What documents tell readers to type: each command runs here, or it is said where; examples of the block parse."""
 
 import json
+import math
 import re
 import shlex
 from pathlib import Path
@@ -18,7 +19,8 @@ DOCUMENTS = [
 ]
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```", re.M | re.S)
 PROGRAMS = re.compile(
-    r"(ds_hybridep|deepspeed|torchrun|accelerate|sbatch|srun|python|sudo|make|pip|git|ssh|ip|echo) |examples/"
+    r"(ds_hybridep|deepspeed|torchrun|accelerate|sbatch|srun|mpirun|python|sudo|make|pip|git|ssh|ip|echo"
+    r"|openssl|wg|wg-quick|ufw) |examples/"
 )
 HERE = ("ds_hybridep plan", "ds_hybridep simulate", "ds_hybridep report")
 ELSEWHERE = {  # by how a command begins: what runs it, or why nothing does
@@ -44,10 +46,13 @@ ELSEWHERE = {  # by how a command begins: what runs it, or why nothing does
     "deepspeed --num_gpus 8 train.py": "tests/house/test_launchers.py",
     "torchrun --nnodes 2": "tests/house/test_launchers.py",
     "accelerate launch": "tests/house/test_launchers.py",
-    "openssl rand": "not run: makes a secret",
+    "openssl": "tests/house/test_security_page.py",
+    "wg": "tests/house/test_security_page.py",
+    "ufw": "not run: changes the firewall",
     "ds_hybridep meet": "tests/sites/test_training.py",
     "deepspeed train.py --deepspeed_config": "tests/sites/test_training.py, without the launcher",
     "sbatch job.sh": "tests/house/test_launchers.py",
+    "mpirun --host": "tests/house/test_launchers.py",
 }
 
 
@@ -128,3 +133,48 @@ def test_the_page_about_the_architecture_is_short_and_its_files_exist() -> None:
     assert len(text.split()) <= 600
     for name in re.findall(r"`([\w/]+/(?:\w+\.py)?)`", text):
         assert any((folder / name).exists() for folder in (REPOSITORY, REPOSITORY / "ds_hybridep")), name
+
+
+def test_messages_that_the_page_about_troubles_quotes_are_in_the_sources() -> None:
+    table = (REPOSITORY / "docs" / "troubleshooting.md").read_text().split("## ")[1]
+    messages = [one for line in table.splitlines() for one in re.findall(r"`([^`]+)`", line.split(" | ")[0])]
+    assert len(messages) > 10
+    sources = [path.read_text() for folder, ends in (("ds_hybridep", "*.py"), ("csrc", "*.h")) for path in (
+        REPOSITORY / folder).rglob(ends)]  # fmt: skip
+    # Python and C++ join literals that follow each other; a message may begin in one and end in the next.
+    joined = "".join(re.sub(r'"\s*\n\s*f?"', "", text) for text in sources)
+    for message in messages:
+        words = [word for word in message.split(": ") if not word.endswith("slot_to_row")]  # C++ puts the name in
+        assert all(word in joined for word in words) or message == "No module named 'mpi4py'", message
+
+
+def test_the_table_of_environment_variables_has_those_that_are_read() -> None:
+    table = (REPOSITORY / "docs" / "environment.md").read_text()
+    sources = [path for folder in ("ds_hybridep", "op_builder") for path in (REPOSITORY / folder).rglob("*.py")]
+    read = re.compile(r'environ(?:\.get|\.setdefault)?[\[(]"(\w+)"')
+    found = {name for path in (*sources, REPOSITORY / "setup.py") for name in read.findall(path.read_text())}
+    assert {"HYBRIDEP_SITE", "MASTER_ADDR", "CXX"} <= found
+    assert [name for name in sorted(found) if f"`{name}`" not in table] == []
+
+
+EXAMPLES = {"dc": "four_dcs_4x8.json", "region": "two_regions_2x2x8.json"}  # by the first level of the block shown
+
+
+def test_blocks_that_the_page_about_settings_shows_are_those_of_the_files(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page = (REPOSITORY / "docs" / "config.md").read_text().split("## Complete examples")[1]
+    blocks = [json.loads(f"{{{body}}}")["hybridep"] for language, body in BLOCK.findall(page) if language == "json"]
+    assert {block["levels"][0]["name"] for block in blocks} == set(EXAMPLES)
+    for block in blocks:
+        levels = block["levels"]
+        file = json.loads((REPOSITORY / "ds_configs" / EXAMPLES[levels[0]["name"]]).read_text())
+        assert levels == file["hybridep"]["levels"]
+        assert math.prod(level["size"] for level in levels) == 32
+        for level, gbps in zip(levels, (10.0, *(3200.0 for _ in levels[1:])), strict=True):
+            level |= {"bandwidth_gbps": gbps, "latency_ms": 1.0}
+        keys = ("name", "size", "bandwidth_gbps", "latency_ms")
+        cluster = {"levels": [{key: level[key] for key in keys} for level in levels]}
+        (tmp_path / "cluster.yaml").write_text(json.dumps(cluster))
+        assert main(["plan", "--cluster", str(tmp_path / "cluster.yaml"), "--model", "Qwen3-30B-A3B"]) == 0
+        assert "s/step" in capsys.readouterr().out

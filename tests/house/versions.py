@@ -46,6 +46,23 @@ COLUMNS = {
 # Older versions of DeepSpeed use what newer versions of torch deprecate.
 IGNORED_WARNINGS = ("DeprecationWarning", "FutureWarning")
 
+ABOUT = """\
+# Versions
+
+| | works | another version |
+|---|---|---|
+| Python, on Linux | 3.10 or later; tested: 3.11 | older: pip refuses |
+| torch | 2.5 or later; tested: 2.13.0 for CPUs | older: pip replaces it |
+| DeepSpeed | 0.19.4 to 0.19.8 | older: an error; newer: a warning, or an error if it lacks what we change |
+| transformers, for AutoEP | 5.3.0 to 5.24.0 | older: an error; newer: a warning |
+| peft, accelerate | 0.21.2, 1.15.0 | not tried |
+
+`pip install '.[hf]'` takes transformers 5.3.0. Without the block, AutoEP of DeepSpeed 0.19.8 fails from 5.23 on
+(`_CanRecordRegistry.get() takes 2 positional arguments but 3 were given`).
+
+## What was tested
+"""
+
 
 class EnvironmentMissing(Exception):
     """Why there is no environment for a Python."""
@@ -199,7 +216,7 @@ def cause_of(text: str) -> str:
 def render(rows: Sequence[Row], notes: Sequence[str], torch: str) -> str:
     """The table as Markdown, with reasons below."""
     lines = [
-        "# Versions of DeepSpeed",
+        *ABOUT.splitlines(),
         "",
         f"Made by `make test-versions` on {datetime.date.today()} with torch {torch} on {platform.machine()}.",
         "Each row is one run of the tests marked `core`: trainings and checkpoints with the block and without it must",
