@@ -18,6 +18,7 @@ PROGRAMS = {
     "demo": "the same training in three ways over an emulated slow link (`make demo`)",
     "e2e": "step time and bytes of every plan, by the rate of the link",
     "latency": "what a long link costs a step",
+    "sites": "step time if each datacentre is a job of its own, beside one job over both",
     "faults": "how soon all ranks end when one breaks, and whether they name the cause",
     "cuts": "losses on links that misbehave for a while, against an undisturbed run",
     "soak": "training for hours on links and machines that misbehave",
@@ -39,7 +40,7 @@ PROGRAMS = {
     "export": "memory and time of `ds_hybridep export`",
     "is-it-for-you": "writes docs/is-it-for-you.md",
 }
-ON_EMULATED_HOSTS = ("demo", "e2e", "latency", "faults", "cuts", "soak", "link", "overlap", "replan")
+ON_EMULATED_HOSTS = ("demo", "e2e", "latency", "sites", "faults", "cuts", "soak", "link", "overlap", "replan")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

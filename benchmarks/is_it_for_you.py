@@ -57,7 +57,7 @@ exact, for a network of 25 Gbit/s or 200 Gbit/s per machine:
 So 25 Gbit/s for eight GPUs is a slow link too, and full fine-tuning gains much. Where the table says less than 1.1,
 use DeepSpeed alone. On CPUs with an unlimited link ours was up to 8% slower for a [small model](../README.md), and up
 to 38% for [very small layers](benchmarks.md#what-the-runtime-itself-costs). Predictions assume even routing; where
-some experts get most of the rows, [hot experts](hot-experts.md) may help.
+some experts get most of the rows, [hot experts](hot-experts.md) may help: see `plan --skew`.
 
 Made by `python -m benchmarks is-it-for-you`.
 """

@@ -83,10 +83,11 @@ def open_options(
             _settings_at(level, size, config, has_codecs=trains_experts and bool(codecs))
             for level, size in zip(config.levels, domain_sizes, strict=True)
         ]
-        # "hierarchical" differs from "direct" only where tokens cross several levels.  DeepSpeed knows no domains.
+        # "hierarchical" differs from "direct" only where tokens cross several levels.  DeepSpeed has no domains and no
+        # hot experts.
         is_nested = sum(span > size for span, size in zip(spans, domain_sizes, strict=True)) > 1
         is_possible = {"direct": True, "hierarchical": is_nested or len(exchanges) == 1}
-        is_possible["deepspeed"] = max(domain_sizes) == 1
+        is_possible["deepspeed"] = max(domain_sizes) == 1 and config.hot_level is None
         possible = [one for one in exchanges if is_possible[one]]
         for chosen, tokens in itertools.product(itertools.product(*levels), possible):
             settings = config.model_copy(update={"levels": chosen, "token_exchange": tokens})

@@ -137,9 +137,10 @@ class Attachment(EngineStep):
     def join_sites(self) -> None:
         """Join the other sites; all ranks must call once the optimizer exists."""
         if self.runtime.config.sites is not None and self.sites is None:
-            facts = self.facts
-            config, sample = self.runtime.config, facts.specs[0].sample
-            self.sites = join_sites(self.engine, config, sample, facts.loss_scale, lambda: self.runtime.refresh())
+            runtime = self.runtime
+            self.sites = join_sites(
+                self.engine, runtime.config, self.facts, runtime.kernels, self.patches, lambda: self.runtime.refresh()
+            )
 
     def unbind(self, *, has_failed: bool = False) -> None:
         """Undo all changes without waiting.  Parameters, optimizer and module tree were never changed.

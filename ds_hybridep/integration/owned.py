@@ -31,7 +31,7 @@ class Owned:
 
     def __init__(self, engine: Any) -> None:
         self._engine, self._optimizer = engine, engine.optimizer
-        self._names = {id(parameter): name for name, parameter in engine.module.named_parameters()}
+        self._names: dict[int, str] = {id(parameter): name for name, parameter in engine.module.named_parameters()}
         self._kind = _kind_of(engine)
         if any(getattr(p, "use_muon", False) for p in engine.module.parameters()):
             raise UnsupportedError(
@@ -45,6 +45,32 @@ class Owned:
     def masters(self) -> tuple[list[OwnedSlice], Callable[[], None]]:
         """Return the optimizer's weights that this rank owns, and the function that hands changed ones on."""
         return _masters_of(self)
+
+    @property
+    def reduces_buckets(self) -> bool:
+        """True under ZeRO 1 and 2, whose optimizer reduces gradients bucket by bucket."""
+        return self._kind is _of_zero_12
+
+    def name_of(self, parameter: Any) -> str:
+        return self._names[id(parameter)]
+
+    def reduced(self, group: int, parameter: Any, span: Span) -> Tensor:
+        """Return what `averaged_gradients` will hold of a parameter that ZeRO 1 or 2 has just reduced, flat.
+
+        group: parameter group.  Only in the last micro-step of a step.
+        """
+        optimizer = self._optimizer
+        if optimizer._use_compact_grad_partition_buffer(group):
+            partition = group_ranks(optimizer.real_dp_process_group[group]).index(own_rank())
+            param_id = optimizer.get_param_id(parameter)
+            found: Tensor = optimizer._get_compact_grad_partition_slice(group, partition, param_id, span.num_elements)
+            return found
+        gradient = optimizer.get_param_gradient_attribute(parameter)
+        if (earlier := optimizer.all_grad_tensors.get(group)) is not None:  # ZeRO 2: of earlier micro-steps
+            at = next(i for i, one in enumerate(optimizer.params_in_partition[group]) if one is parameter)
+            gradient = earlier[at].add(gradient)
+        flat: Tensor = gradient.detach().reshape(-1)
+        return flat[span.start : span.start + span.num_elements]
 
     def make_zeros(self) -> None:
         """Make averaged gradients of zeros, as after a backward without gradients."""

@@ -107,6 +107,7 @@ TABLE = (
     Patch(ZERO_OPTIMIZER, "independent_gradient_partition_epilogue", "ZeRO 2's sums cross slow levels in the end"),
     Patch(ZERO_OPTIMIZER, "allreduce_and_scatter", "says whose gradients a bucket holds, for whom", parameters=_SUMS),
     Patch(ZERO_OPTIMIZER, "allreduce_bucket", "a sum goes level by level, to its owner only", parameters=_SUMS),
+    Patch(ZERO_OPTIMIZER, "reduce_ipg_grads", "gradients leave for other sites while the backward runs"),
     Patch(ZERO_OPTIMIZER, "has_overflow", "the flag and the norms of all parameter groups travel together"),
     Patch(ZERO_OPTIMIZER, "scaled_global_norm", "the same, where nobody has asked for the flag"),
     Patch(ZERO_OPTIMIZER, "get_grad_norm_direct", "norms have come with the flag", parameters=("gradients",)),

@@ -89,10 +89,10 @@ class Epochs:
         member = self._member
         return (True, False, "") if member is None else (member.is_in_touch, member.wants_change, member.refusal)
 
-    def _swap(self, packet: Tensor) -> tuple[list[Tensor], bool]:
+    def _swap(self, packets: list[Tensor]) -> tuple[list[Tensor], bool]:
         assert self._crossing is not None
         try:
-            received, is_complete = self._crossing.swap(packet), True
+            received, is_complete = self._crossing.swap(packets), True
         except CommunicationError:
             received, is_complete = [], False
         return received, self._inside.all(is_complete)

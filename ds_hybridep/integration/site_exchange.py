@@ -8,15 +8,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ds_hybridep.errors import CommunicationError
 from ds_hybridep.integration import owned
 from ds_hybridep.integration.log import log_dist
+from ds_hybridep.integration.patches import Patches
 from ds_hybridep.integration.site_epochs import Epochs
+from ds_hybridep.integration.site_overlap import Departures
+from ds_hybridep.kernels import Kernels
 from ds_hybridep.sites.exchange import DIGEST_BYTES, Counters, Crossing
 from ds_hybridep.sites.local_steps import LocalSteps
 from ds_hybridep.sites.member import Member
-from ds_hybridep.sites.packets import OwnedSlice, Packets
+from ds_hybridep.sites.packets import OwnedSlice, Packets, leaves_of
 from ds_hybridep.sync.home import Home
 from ds_hybridep.transport.inside import Inside
 
@@ -43,12 +47,15 @@ class SiteExchange(Epochs):
         refresh: called after weights were loaded.
         verify_interval: exchanges between comparisons of weights.
         every: 1 averages gradients at each step; more: local steps, see `sites.local_steps`.
+        patches: of the engine.
+        is_last: returns True in the last backward before the optimizer step.
     """
 
     def __init__(
         self, engine: Any, site: str, names: list[str], inside: Inside, join: Callable[[], Member],
         new_crossing: Callable[[dict[str, Counters]], Crossing], packets: Packets, loss_scale: Callable[[], float],
-        refresh: Callable[[], None], verify_interval: int, every: int, home: Home,
+        refresh: Callable[[], None], verify_interval: int, every: int, home: Home, kernels: Kernels, patches: Patches,
+        is_last: Callable[[], bool],
     ) -> None:  # fmt: skip
         self._owned = owned.Owned(engine)
         self._local: LocalSteps | None = None
@@ -64,6 +71,9 @@ class SiteExchange(Epochs):
         self._num_repeated = 0  # exchanges that were discarded and repeated
         self._last_steps: dict[str, int] = {}  # of the last exchange with each site
         self._is_replaying = False
+        self._departures = Departures(self._owned, packets, kernels, self._next_crossing, is_last, loss_scale)
+        if every == 1 and self._owned.reduces_buckets:
+            self._departures.watch(engine.optimizer, patches)
 
     # -- around the optimizer step ----------------------------------------------------------------------------------
 
@@ -71,14 +81,19 @@ class SiteExchange(Epochs):
         """Set this rank's averaged gradients to the mean over all sites that are present."""
         if not self._is_replaying and self._local is None:
             slices, finish = self._owned.slices()
-            if self._average(slices, self._loss_scale):
+            if self._average(leaves_of(slices), self._loss_scale):
                 finish()
+
+    def _next_crossing(self) -> Crossing | None:
+        """Return the connections of the next exchange; None if there may be others by then, or nobody else."""
+        return None if self._is_replaying or self._needs_quorum or not self._others else self._crossing
 
     def _average(self, slices: list[OwnedSlice], loss_scale: Callable[[], float]) -> bool:
         """Set `slices` to the mean over all sites that are present; False if that is this site alone."""
         scale = first = loss_scale()
         while True:
             if self._needs_quorum:
+                self._recall()
                 while self._form(is_complete=False) and self._needs_quorum:
                     pass  # the state of the lead did not come whole
             if (newer := loss_scale()) != scale:  # of another site, whose state this one has taken over
@@ -92,16 +107,31 @@ class SiteExchange(Epochs):
             # Weights are compared in the first exchange of an epoch, and every so often.
             verifies = not self.num_exchanges or (self._interval and self.num_exchanges % self._interval == 0)
             digest = self._digest() if verifies else bytes(DIGEST_BYTES)
-            packet = self._packets.encode(slices, scale)
-            received, is_complete = self._swap(packet)
+            received, is_complete = self._swap(self._encode(slices, scale))
             is_agreed, self._needs_quorum = self._agree(is_complete, digest)
             if is_agreed or not self._form(is_complete=is_complete):
                 self._packets.average(slices, received, scale)
                 self.num_exchanges += 1
                 self._last_steps |= dict.fromkeys(self.members, self._engine.global_steps)
+                self._departures.learn(slices)
                 return True
-            self._packets.changes.undo()
+            self._recall()
             self._num_repeated += 1
+
+    def _encode(self, slices: list[OwnedSlice], scale: float) -> list[Tensor]:
+        """Return this rank's packets: those that have departed, or all anew if gradients have changed since."""
+        if not self._departures.are_as_sent(slices, scale):
+            self._recall()
+        departed = self._departures.departed
+        return [
+            departed[index].packet if index in departed else self._packets.encode(one, scale)
+            for index, one in enumerate(slices)
+        ]
+
+    def _recall(self) -> None:
+        """Forget what has departed: it does not count, and will be encoded anew."""
+        self._packets.changes.undo()
+        self._departures.forget()
 
     def after_step(self, *, was_applied: bool) -> None:
         """Keep what codecs left out, or restore it if the step was skipped."""
@@ -153,6 +183,7 @@ class SiteExchange(Epochs):
 
     def after_load(self, folder: Path, caught_up: bytes | None) -> None:
         """A checkpoint was loaded.  The state of sites that are training is newer: it comes back."""
+        self._recall()
         if caught_up is not None:
             self._restore(caught_up)
             return

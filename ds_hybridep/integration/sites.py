@@ -18,13 +18,16 @@ from ds_hybridep.codecs import make_codec
 from ds_hybridep.config import HybridEPConfig
 from ds_hybridep.config_codecs import recommended_codecs
 from ds_hybridep.integration import owned
+from ds_hybridep.integration.build import Facts
 from ds_hybridep.integration.log import log_dist
+from ds_hybridep.integration.patches import Patches
 from ds_hybridep.integration.site_exchange import SiteExchange, compared
+from ds_hybridep.kernels import Kernels
 from ds_hybridep.link import read_secret
 from ds_hybridep.sites.data import site_of
 from ds_hybridep.sites.exchange import Counters, Crossing
 from ds_hybridep.sites.member import Member
-from ds_hybridep.sites.packets import Packets
+from ds_hybridep.sites.packets import OwnedSlice, Packets, leaves_of
 from ds_hybridep.sync.home import Home
 from ds_hybridep.transport.inside import Inside
 from ds_hybridep.transport.job_link import LinkSettings, host_towards
@@ -34,9 +37,11 @@ PAUSE_S = 0.02  # between looks for a packet while catching up
 
 
 def join_sites(
-    engine: Any, config: HybridEPConfig, sample: Tensor, loss_scale: Callable[[], float], refresh: Callable[[], None]
+    engine: Any, config: HybridEPConfig, facts: Facts, kernels: Kernels, patches: Patches, refresh: Callable[[], None]
 ) -> "SiteSync":
     """Connect an engine with the other sites of its settings; all ranks must call.
+
+    patches: of the engine.  refresh: called after weights were loaded.
 
     Raises ConfigError for the site's name or its files, SiteError if the others do not take it.
     """
@@ -44,7 +49,7 @@ def join_sites(
     assert sites is not None, "join_sites is for settings that have sites"
     site = site_of(list(sites.names), sites.name).name
     secret = read_secret(Path(sites.secret_file), "hybridep.sites.secret_file")
-    link = LinkSettings.of(config)
+    link, sample = LinkSettings.of(config), facts.specs[0].sample
     inside = Inside(3 * config.timeout_s + 60.0)
     settings = {
         "version": __version__, "ranks": inside.size, "ZeRO stage": engine.zero_optimization_stage(),
@@ -56,9 +61,9 @@ def join_sites(
     dense = experts = None
     if sites.codecs is not None:
         recommended = recommended_codecs(sample.element_size())
-        kernels = config.advanced.kernels
         dense, experts = (
-            make_codec(one, kernels=kernels) for one in (recommended.dense_gradient, recommended.gradient)
+            make_codec(one, kernels=config.advanced.kernels)
+            for one in (recommended.dense_gradient, recommended.gradient)
         )
     home = Home(sample.device, config.state == "host")
     context = None if link.tls is None else link.tls.contexts()[0]
@@ -74,7 +79,8 @@ def join_sites(
     return SiteSync(
         engine, site, list(sites.names), inside, join, new_crossing,
         Packets(f"{site} {inside.rank}", dense, experts, sample.dtype, home),
-        loss_scale, refresh, config.advanced.verify_interval, sites.every, home,
+        facts.loss_scale, refresh, config.advanced.verify_interval, sites.every, home, kernels, patches,
+        lambda: engine.managed_gradient_accumulation() and facts.is_boundary(),
     )  # fmt: skip
 
 
@@ -134,16 +140,16 @@ class SiteSync(SiteExchange):
         self._is_replaying, self._is_at_exchange = True, True
         has_called = False
         target: int | None = None
-        waiting = observed.observe(self._next_bytes())
+        waiting = observed.observe(self._next_sizes())
         while target is None or self._next()[0] < target:
-            if self._inside.all(all(one.done() and one.failure() is None for _, one in waiting)):
-                for _, one in waiting:
-                    one.wait()  # fills its place
-                self._replay([place for place, _ in waiting])
-                waiting = observed.observe(self._next_bytes())
+            if self._inside.all(all(one.is_whole() for one in waiting.values())):
+                for one in waiting.values():
+                    one.finish()
+                self._replay([one.packets for one in waiting.values()])
+                waiting = observed.observe(self._next_sizes())
             elif not has_called:
                 # A receive fails once the members have left these connections for those of the next epoch.
-                has_ended = any(one.failure() is not None for _, one in waiting)
+                has_ended = any(one.has_failed() for one in waiting.values())
                 if not self._inside.all(not has_ended):
                     return None
                 self._call(self._digest(), is_ready=True, waits=False)  # no packet waits: it is up to date
@@ -154,21 +160,25 @@ class SiteSync(SiteExchange):
                 if answer.get("op") == "epoch":
                     steps = [call["step"] for call in answer["calls"].values() if not call["is_ready"]]
                     target = max(steps, default=self._next()[0])
-            elif not self._inside.all(all(one.failure() is None for _, one in waiting)):
+            elif not self._inside.all(not any(one.has_failed() for one in waiting.values())):
                 raise self._left_out()  # packets before that step are lost
             else:
                 time.sleep(PAUSE_S)
         observed.close()
         return target
 
-    def _next_bytes(self) -> int:
-        """Return the bytes of the next packet of a member."""
+    def _next_sizes(self) -> list[int]:
+        """Return the bytes of the next packets of a member."""
         if self._local is not None:
             slices = self._local.deltas(self._next()[1])
         else:
-            self._owned.make_zeros()
-            slices, _ = self._owned.slices()
-        return sum(self._packets.num_bytes(one) for one in slices)
+            slices, _ = self._leaves_of_zeros()
+        return [self._packets.num_bytes(one) for one in slices]
+
+    def _leaves_of_zeros(self) -> tuple[list[OwnedSlice], Callable[[], None]]:
+        self._owned.make_zeros()
+        slices, finish = self._owned.slices()
+        return leaves_of(slices), finish
 
     def _next(self) -> tuple[int, int]:
         """Return the step of the next packet, and its fragment."""
@@ -196,8 +206,7 @@ class SiteSync(SiteExchange):
             self._outer_step(fragment, deltas)
             self._reached, self._is_at_exchange = step, False
             return
-        self._owned.make_zeros()
-        slices, finish = self._owned.slices()
+        slices, finish = self._leaves_of_zeros()
         self._packets.average(slices, packets, self._loss_scale())
         finish()
         micro_steps = self._engine.micro_steps

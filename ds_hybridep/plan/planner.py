@@ -78,6 +78,11 @@ class Plan:
         """The fastest way of another program that fits and beats the best layout by more than a tie."""
         return self._fastest(way for way in self.alternatives if not way.is_provided)
 
+    @property
+    def better_as_sites(self) -> Alternative | None:
+        """Sites that average gradients at every step, if they fit and beat the best layout by more than a tie."""
+        return self._fastest(way for way in self.alternatives if way.sites is not None and way.sites.every == 1)
+
     def _fastest(self, ways: Iterable[Alternative]) -> Alternative | None:
         least_s = self.best.step_s * (1 - TIE)
         faster = (way for way in ways if not way.lacking_bytes and way.step_s < least_s and way.dropped <= TIE)

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Other ways to train the same model, for comparison: DeepSpeed's, and two that are only priced."""
+"""Other ways to train the same model, for comparison: DeepSpeed's, sites, and two that are only priced."""
 
 from dataclasses import dataclass, replace
+from functools import partial
 
 from ds_hybridep.plan.cluster import Cluster
 from ds_hybridep.plan.layout import Layout, LevelCodecs
@@ -9,15 +10,21 @@ from ds_hybridep.plan.memory import Memory, memory_of
 from ds_hybridep.plan.pipeline import pipelines
 from ds_hybridep.plan.question import Question, largest_group
 from ds_hybridep.plan.routing import routing_of
+from ds_hybridep.plan.sites import Sites, sites_of
 from ds_hybridep.plan.stream_model import StepPrediction, predict
 
 LEAST_DROPPED = 0.005  # a smaller share of rows is not worth a note
 LOCAL_STEPS = 100  # optimizer steps between two synchronisations of local SGD
+SITES_EVERY = (1, 10, 100)  # `sites.every`
 
 
 @dataclass(frozen=True, kw_only=True)
 class Alternative:
-    """Another way to train the same model; without `layout`, it is a way of another program and is only priced."""
+    """Another way to train the same model.
+
+    sites: of one job for each child of level 0.  Without it and `layout`, it is a way of another program and is only
+    priced.
+    """
 
     name: str
     step_s: float
@@ -25,6 +32,7 @@ class Alternative:
     prediction: StepPrediction | None = None
     layout: Layout | None = None
     lacking_bytes: float = 0.0  # memory that it needs beyond the available memory
+    sites: Sites | None = None
     load: float | None = None  # rows that the fullest rank computes over the mean; None: not known, or the capacity
     dropped: float = 0.0  # share of the rows of tokens that no expert computes, because capacity ends
     crossing_bytes: float | None = None  # over one uplink of level 0 in one direction; None: not known
@@ -38,7 +46,7 @@ class Alternative:
     @property
     def is_provided(self) -> bool:
         """True if DeepSpeed or this program can do it."""
-        return self.layout is not None
+        return self.layout is not None or self.sites is not None
 
 
 def alternatives(question: Question) -> list[Alternative]:
@@ -64,6 +72,7 @@ def alternatives(question: Question) -> list[Alternative]:
     layout = without_domains(inside.spans(cluster)[-len(alone.levels) :])
     whole = predict(alone, layout, question.workload, question.rates, question.sync)
     stages, workload = cluster.sizes[0], question.workload
+    result += _as_sites(question, alone, layout, whole)
     if workload.model.num_moe_layers >= stages:  # the fastest pipeline, if possible one that fits
         found = pipelines(cluster, layout, workload, question.rates, whole)
         best = min(found, key=lambda one: (question.lacking_bytes(one.memory) > 0, one.step_s))
@@ -75,6 +84,44 @@ def alternatives(question: Question) -> list[Alternative]:
     local_s = whole.step_s + (terms["dense_sync_s"] + terms["expert_sync_s"]) / LOCAL_STEPS
     memory, name = memory_of(alone, layout, workload), f"local SGD, averaged every {LOCAL_STEPS} steps"
     return [*result, _elsewhere(question, name, local_s, memory, "not the same training: loss may differ")]
+
+
+def _as_sites(question: Question, alone: Cluster, inside: Layout, whole: StepPrediction) -> list[Alternative]:
+    """One job for each child of level 0, if these are more than single ranks; see docs/sites.md."""
+    cluster, workload, found = question.cluster, question.workload, []
+    if len(cluster.levels) == 1 or cluster.sizes[0] == 1:
+        return []
+    codecs = next((one for one in question.codecs if one.is_lossy), question.codecs[0])
+    for every in SITES_EVERY if workload.zero_stage else SITES_EVERY[:1]:
+        price = partial(
+            sites_of, cluster, alone, workload=workload, rates=question.rates, codecs=codecs, whole=whole, every=every
+        )
+        one, state = price(inside), ""
+        if (lacking := question.lacking_bytes(one.memory)) > 0:
+            on_host = price(replace(inside, state="host"))
+            if (lacking_there := question.lacking_bytes(on_host.memory)) < lacking:
+                one, lacking, state = on_host, lacking_there, ", host state"
+        found.append(
+            Alternative(
+                name=f"sites, H = {every}{state}",
+                step_s=one.step_s,
+                memory_bytes=one.memory.total_bytes,
+                lacking_bytes=lacking,
+                sites=one,
+                crossing_bytes=one.uplink_bytes,
+                note=f"{lacking_note(lacking) + '; ' if lacking else ''}{_why(one, cluster, inside, codecs)}",
+            )
+        )
+    return found
+
+
+def _why(sites: Sites, cluster: Cluster, inside: Layout, codecs: LevelCodecs) -> str:
+    """What these sites are, and what of their step the exchange takes."""
+    coded = "encoded" if codecs.is_lossy else "exact"
+    hidden = f", {sites.hidden_s:.3g} s more are hidden" if sites.hidden_s else ""
+    text = f"a job in each {cluster.levels[0].name}, EP over {inside.group_size} inside; exchange, {coded}: "
+    text += f"{sites.exchange_s:.3g} s of the step{hidden}"
+    return text if sites.every == 1 else f"{text}; not the same training: loss may differ"
 
 
 def without_domains(spans: tuple[int, ...]) -> Layout:

@@ -77,6 +77,11 @@ def verdict(question: Question, plan: Plan) -> list[str]:
         sizes = list(best.layout.domain_sizes)
         encoded = _encoded_over(plan)
         lines = [f"Use domain sizes {sizes}{encoded}: {_seconds(best.step_s)}, {best.reason}."]
+    if (as_sites := plan.better_as_sites) is not None:
+        lines.append(
+            f"One job for each {plan.cluster.levels[0].name} is faster: {as_sites.name}, {_seconds(as_sites.step_s)}, "
+            f"{best.step_s / as_sites.step_s:.3g} times as fast ({as_sites.note})."
+        )
     elsewhere = plan.better_elsewhere
     if elsewhere is not None:
         lines.append(

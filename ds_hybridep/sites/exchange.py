@@ -2,6 +2,10 @@
 """The connections of one epoch: this rank and its counterparts, which have the same rank in other sites.
 
 A new epoch has new connections, so nothing of an earlier one can be taken for something of this one.
+
+In an exchange, each member sends its packets, in any order and as early as it likes, and then a *verdict*: whether
+these packets count.  If the gradients have changed since, the verdict holds all packets anew.  What is under way
+decides nothing: `agree` does.
 """
 
 import contextlib
@@ -10,13 +14,12 @@ import hmac
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from ds_hybridep.errors import CommunicationError
-from ds_hybridep.link import BULK, TLS, URGENT, Address, Handle, Link
+from ds_hybridep.link import BULK, TLS, URGENT, Address, Channel, Handle, Link
 from ds_hybridep.sites.patience import Patience
 
 DIGEST_BYTES = 8  # of a hash of weights
@@ -29,8 +32,47 @@ class Counters:
     """What this rank has exchanged with one other site, in bytes, and the seconds it has waited for it."""
 
     sent_bytes: int = 0
+    early_bytes: int = 0  # of sent_bytes: what left before the optimizer step
     received_bytes: int = 0
     waited_s: float = 0.0
+
+
+class Incoming:
+    """What one member sends in an exchange.  sizes: bytes of its packets."""
+
+    def __init__(self, channel: Channel, rank: int, sizes: Sequence[int]) -> None:
+        self.packets = torch.empty(sum(sizes), dtype=torch.uint8)  # one after the other
+        self._sizes = list(sizes)
+        self._parts = [
+            channel.receive(rank, into=part, kind=str(index))
+            for index, part in enumerate(self.packets.split(self._sizes))
+        ]
+        self._verdict = channel.receive(rank, max_bytes=1 + len(self.packets), kind="verdict")
+
+    @property
+    def handles(self) -> list[Handle]:
+        return [*self._parts, self._verdict]
+
+    def is_whole(self) -> bool:
+        return all(one.done() and one.failure() is None for one in self.handles)
+
+    def has_failed(self) -> bool:
+        return any(one.failure() is not None for one in self.handles)
+
+    def finish(self) -> int:
+        """Wait until `packets` are those that count, and return the bytes that have come.
+
+        Raises CommunicationError if they do not come, or have other sizes.
+        """
+        views = [one.wait() for one in self._parts]  # fills its place
+        if (lengths := [len(view) for view in views]) != self._sizes:
+            raise CommunicationError(f"packets of {lengths} bytes came instead of {self._sizes}")
+        verdict = self._verdict.wait()
+        if (anew := len(verdict) - 1) not in (0, len(self.packets)):
+            raise CommunicationError(f"packets of {anew} bytes in all came instead of {len(self.packets)}")
+        if verdict[0]:
+            self.packets.copy_(torch.frombuffer(bytearray(verdict[1:]), dtype=torch.uint8))
+        return sum(self._sizes) + anew
 
 
 class Crossing:
@@ -56,6 +98,8 @@ class Crossing:
         self.observers: list[str] = []
         self.missed: set[str] = set()  # sites that an exchange did not reach
         self._has_failed = False  # a packet is missing; nothing more is exchanged
+        self._departed: dict[int, Tensor] = {}  # packets of the next exchange that were sent
+        self._incoming: dict[str, Incoming] | None = None  # what members send in it
 
     def open(self, epoch: int, members: list[str], observers: list[str], addresses: Mapping[str, Address]) -> None:
         """Connect with the counterparts; those that are not reached are in `missed`."""
@@ -78,12 +122,47 @@ class Crossing:
         """The other members, and observers."""
         return [name for name in (*self.members, *self.observers) if name != self._site]
 
-    def swap(self, packet: Tensor) -> list[Tensor]:
-        """Send a packet (uint8, on the CPU) to all other sites; return those of all members, in their order.
+    def begin(self, sizes: Sequence[int]) -> None:
+        """Let packets of the next exchange come, which have these bytes; a second call before `swap` does nothing."""
+        if self._incoming is None and not self._has_failed:
+            self._incoming = self.observe(sizes)
 
-        Raises CommunicationError if a member's does not come; `missed` then has its name.
+    def depart(self, index: int, packet: Tensor, *, is_early: bool = True) -> None:
+        """Send packet number `index` of the next exchange (uint8, on the CPU; it must not change) to all other sites.
+
+        is_early: before the optimizer step.  Errors come up in `swap`.
         """
-        return self._swap("gradients", packet)
+        self._departed[index] = packet
+        for name in self.others:
+            if self._send(name, packet, str(index)) and is_early:
+                self._counters[name].early_bytes += packet.nbytes
+
+    def swap(self, packets: Sequence[Tensor]) -> list[Tensor]:
+        """Send the packets that have not departed yet; all of them, if one that has departed is another one.
+
+        Returns for each member, in their order, its packets one after the other.
+
+        Raises CommunicationError if a member's do not come; `missed` then has its name.
+        """
+        self._check()
+        self.begin([packet.nbytes for packet in packets])
+        replaces = any(packets[index] is not departed for index, departed in self._departed.items())
+        for index, packet in enumerate(packets):
+            if index not in self._departed:
+                self.depart(index, packet, is_early=False)
+        ours = torch.cat([torch.empty(0, dtype=torch.uint8), *packets])
+        verdict = torch.tensor([replaces], dtype=torch.uint8)
+        for name in self.others:
+            self._send(name, torch.cat([verdict, ours]) if replaces else verdict, "verdict")
+        incoming, self._incoming, self._departed = self._incoming or {}, None, {}
+        for name, one in incoming.items():
+            try:
+                self._wait(one.handles, name)
+                self._counters[name].received_bytes += one.finish()
+            except CommunicationError:
+                self._fail(name)
+        self._check()
+        return [ours if name == self._site else incoming[name].packets for name in self.members]
 
     def agree(self, is_complete: bool, wants_change: bool, digest: bytes) -> tuple[bool, bool]:
         """Return whether all members have all packets, and whether a quorum must come before the next exchange.
@@ -91,47 +170,59 @@ class Crossing:
         wants_change: this site wants one.  digest: DIGEST_BYTES; where digests of weights differ, a quorum is needed.
         """
         ours = torch.tensor([is_complete, wants_change, *digest], dtype=torch.uint8)
-        said = torch.stack(self._swap("have", ours))
+        said = torch.stack(self._said(ours))
         is_equal = bool((said[:, 2:] == said[0, 2:]).all())
         return bool(said[:, 0].all()), bool(said[:, 1].any()) or not is_equal
 
-    def _swap(self, channel: str, packet: Tensor) -> list[Tensor]:
+    def _said(self, ours: Tensor) -> list[Tensor]:
+        """Tell all other members something short; return what all members say, in their order."""
         self._check()
-        sends, received = [], {self._site: packet}
-        waiting = {}
-        for name in self.others:
+        others = [name for name in self.members if name != self._site]
+        said, waiting = {name: torch.empty_like(ours) for name in others}, {}
+        for name in others:
             rank = self._index(name)
-            if name in self.members:
-                received[name] = torch.empty_like(packet)
-                waiting[name] = self._channels[channel].receive(rank, into=received[name])
-            if name in self.members or channel == "gradients":
-                try:
-                    sends.append((name, self._channels[channel].send(rank, packet)))
-                    self._counters[name].sent_bytes += packet.nbytes
-                except CommunicationError:
-                    if name in self.members:
-                        self._fail(name)
+            waiting[name] = self._channels["have"].receive(rank, into=said[name])
+            try:
+                self._channels["have"].send(rank, ours)
+                self._counters[name].sent_bytes += ours.nbytes
+            except CommunicationError:
+                self._fail(name)
         for name, handle in waiting.items():
             try:
-                view = self._wait(handle, name)
-                if len(view) != packet.nbytes:
-                    raise CommunicationError(f"a packet of {len(view)} bytes came instead of {packet.nbytes}")
-                self._counters[name].received_bytes += packet.nbytes
+                self._wait([handle], name)
+                if len(view := handle.wait()) != ours.nbytes:
+                    raise CommunicationError(f"{len(view)} bytes came instead of {ours.nbytes}")
+                self._counters[name].received_bytes += ours.nbytes
             except CommunicationError:
                 self._fail(name)
         self._check()
-        return [received[name] for name in self.members]
+        return [ours if name == self._site else said[name] for name in self.members]
 
-    def _wait(self, handle: Handle, name: str) -> memoryview:
-        """Return what a site sends; announce it if that takes long."""
+    def _send(self, name: str, packet: Tensor, kind: str) -> bool:
+        """Send something of an exchange to a site; False if it is gone."""
+        try:
+            self._channels["gradients"].send(self._index(name), packet, kind=kind)
+        except CommunicationError:
+            if name in self.members:
+                self._fail(name)
+            return False
+        self._counters[name].sent_bytes += packet.nbytes
+        return True
+
+    def _wait(self, handles: Sequence[Handle], name: str) -> None:
+        """Wait until what a site sends has come or failed; announce it if that takes long."""
         began = time.monotonic()
         with Patience("" if self._rank else f"site '{self._site}' waits for site '{name}'") as patience:
-            while not handle.done():
-                with contextlib.suppress(CommunicationError):
-                    handle.wait(LOOK_S)
-                    break
-                patience.look()
+            for handle in handles:
+                while not handle.done():
+                    with contextlib.suppress(CommunicationError):
+                        handle.wait(LOOK_S)
+                        break
+                    patience.look()
         self._counters[name].waited_s += time.monotonic() - began
+
+    def _arrived(self, handle: Handle, name: str) -> memoryview:
+        self._wait([handle], name)
         return handle.wait()
 
     def _check(self) -> None:
@@ -160,22 +251,21 @@ class Crossing:
     def receive_state(self, name: str) -> bytes:
         """Return the state that a site sends.  Raises CommunicationError if it does not come whole."""
         rank, channel = self._index(name), self._channels["state"]
-        head = bytes(self._wait(channel.receive(rank, max_bytes=40), name))
+        head = bytes(self._arrived(channel.receive(rank, max_bytes=40), name))
         state = bytearray(int.from_bytes(head[:8], "big"))
         for at in range(0, len(state), CHUNK_BYTES):
-            self._wait(channel.receive(rank, into=memoryview(state)[at : at + CHUNK_BYTES]), name)
+            self._arrived(channel.receive(rank, into=memoryview(state)[at : at + CHUNK_BYTES]), name)
         if hashlib.sha256(state).digest() != head[8:]:
             raise CommunicationError(f"site '{self._site}': the state that came from '{name}' has another hash")
         self._counters[name].received_bytes += len(state)
         return bytes(state)
 
-    def observe(self, num_bytes: int) -> list[Any]:
-        """Start to receive the members' next packets; returns handles in the members' order."""
-        places = [torch.empty(num_bytes, dtype=torch.uint8) for _ in self.members]
-        return [
-            (place, self._channels["gradients"].receive(self._index(name), into=place))
-            for name, place in zip(self.members, places, strict=True)
-        ]
+    def observe(self, sizes: Sequence[int]) -> dict[str, Incoming]:
+        """Start to receive what the other members send in their next exchange: packets of these bytes."""
+        return {
+            name: Incoming(self._channels["gradients"], self._index(name), sizes)
+            for name in self.members if name != self._site
+        }  # fmt: skip
 
     def close(self) -> None:
         """End the connections; what was sent still leaves."""

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A site's connection to the meeting point, held by its rank 0.  It is made again whenever it breaks."""
 
+import atexit
 import contextlib
 import hmac
 import json
@@ -51,6 +52,8 @@ class Member:
         self.heard_at = time.monotonic()
         self.trouble = ""
         self._come(time.monotonic() + wait_s)
+        self._pid = os.getpid()  # a forked process has this connection, too
+        atexit.register(self._leave)  # also after an exception: the others need not wait for this site
         self._thread = threading.Thread(target=self._run, name="hybridep-meeting-point", daemon=True)
         self._thread.start()
 
@@ -90,13 +93,19 @@ class Member:
 
     def close(self) -> None:
         """Leave for good."""
+        atexit.unregister(self._leave)
+        self._leave()
+        self._thread.join(CONNECT_S)
+
+    def _leave(self) -> None:
+        if os.getpid() != self._pid:
+            return
         with self._changed:
             self._is_closed = True
             self._send({"op": "leave"})
             if self._sock is not None:
                 with contextlib.suppress(OSError):
                     self._sock.shutdown(socket.SHUT_RDWR)
-        self._thread.join(CONNECT_S)
 
     def _come(self, deadline: float) -> None:
         """Connect for the first time."""

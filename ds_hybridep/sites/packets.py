@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The packet that one rank sends to its counterparts in an exchange between sites: what it owns, encoded.
+"""The packets that one rank sends to its counterparts in an exchange between sites: what it owns, encoded.
 
-    slices -> fp32 -> + residual -> packet -> all sites decode the same packets, in the same order -> mean -> slices
+    slices -> fp32 -> + residual -> packets -> all sites decode the same packets, in the same order -> mean -> slices
 
-A site decodes its own packet too, so all sites get the same bits.  Without a codec a packet holds the values as they
+A site decodes its own packets too, so all sites get the same bits.  Without a codec a packet holds the values as they
 are, and the mean is taken in fp32.
 """
 
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from ds_hybridep.codecs import Codec
+from ds_hybridep.plan.sites import MOST_LEAVES
 from ds_hybridep.sync.flat import Span, parts_of, split
 from ds_hybridep.sync.gradients import GradientMemory, StepChanges
 from ds_hybridep.sync.home import Home
@@ -23,7 +24,7 @@ from ds_hybridep.sync.messages import MessageLayout
 
 @dataclass(frozen=True)
 class OwnedSlice:
-    """What this rank owns of one parameter group.
+    """What this rank owns of one parameter group, or a part of it.
 
     spans: which elements of which parameters, in order.
     tensors: the values, flat or shaped, one for each span; an exchange changes them in place.
@@ -33,6 +34,23 @@ class OwnedSlice:
     spans: tuple[Span, ...]
     tensors: tuple[Tensor, ...]
     is_expert: bool
+
+
+def leaves_of(slices: Sequence[OwnedSlice]) -> list[OwnedSlice]:
+    """Cut slices into about `MOST_LEAVES` *leaves*, runs of whole spans of about the same size; the same on all sites.
+
+    The packet of a leaf may leave before the others.
+    """
+    total = sum(span.num_elements for one in slices for span in one.spans)
+    leaves = []
+    for one in slices:
+        begin = held = 0
+        for end, span in enumerate(one.spans, 1):
+            held += span.num_elements
+            if held * MOST_LEAVES >= total or end == len(one.spans):
+                leaves.append(OwnedSlice(one.spans[begin:end], one.tensors[begin:end], one.is_expert))
+                begin, held = end, 0
+    return leaves
 
 
 class Packets:
@@ -52,12 +70,11 @@ class Packets:
             for kind, codec in (("dense", dense), ("experts", experts))
         }
 
-    def encode(self, slices: Sequence[OwnedSlice], scale: float = 1.0) -> Tensor:
-        """Return the packet, uint8, of values that are divided by the loss scale `scale`."""
-        return torch.cat([torch.empty(0, dtype=torch.uint8), *(self._encoded(one, scale) for one in slices)])
-
     def average(self, slices: Sequence[OwnedSlice], packets: Sequence[Tensor], scale: float = 1.0) -> None:
-        """Set `slices` to the mean of what packets hold, uint8, in the order of the sites; times the loss scale."""
+        """Set `slices` to the mean of what sites sent; times the loss scale.
+
+        packets: uint8, by site in their order, the packets of all slices one after the other.
+        """
         at = 0
         for one in slices:
             num_bytes = self.num_bytes(one)
@@ -70,7 +87,7 @@ class Packets:
                 tensor.copy_(mean.view_as(tensor))
 
     def num_bytes(self, one: OwnedSlice) -> int:
-        """Return the bytes of a slice in a packet."""
+        """Return the bytes of a slice's packet."""
         if (layout := self._layout(one)) is not None:
             return layout.num_bytes
         return sum(tensor.nbytes for tensor in one.tensors)
@@ -90,7 +107,8 @@ class Packets:
         codec = self._memory(one).codecs[0]
         return None if codec is None else MessageLayout(codec, parts_of(one.spans, self._dtype))
 
-    def _encoded(self, one: OwnedSlice, scale: float) -> Tensor:
+    def encode(self, one: OwnedSlice, scale: float = 1.0) -> Tensor:
+        """Return the packet of a slice, uint8 on the CPU, of values that are divided by the loss scale `scale`."""
         if not one.tensors:
             return torch.empty(0, dtype=torch.uint8)
         if (layout := self._layout(one)) is None:

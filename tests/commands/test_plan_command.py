@@ -47,7 +47,7 @@ def test_json_holds_plan_rivals_and_verdict(capsys):
     assert code == 0
     assert answer["plan"]["domain_sizes"] == [2, 1]
     assert sum(answer["plan"]["terms_s"].values()) == pytest.approx(answer["plan"]["step_s"])
-    assert [way["provided"] for way in answer["alternatives"]] == [True, True, True, True, False, False]
+    assert [way["provided"] for way in answer["alternatives"]] == 7 * [True] + 2 * [False]
 
 
 def test_few_experts_on_many_ranks_are_explained(capsys):

@@ -26,6 +26,7 @@ HERE = {  # need a few seconds; with what is printed
 SLOW = {
     f"e2e {SMALL_E2E}": "hybridep auto, codecs allowed",
     "latency --delays 1ms --layers 2 --kinds dropping --accumulations 1 --steps 1": r"hybridep \[2,1\] recommended",
+    "sites --points none_0ms --rounds 1 --steps 1 --layers 1": "two jobs apart",
     "cuts --kinds classic --codecs recommended --cases cut_for_5_s": r"\| 0 \|",
     "soak --minutes 0.2 --kinds classic": r"\| classic \|",
     "losses --seeds 0 --steps 15": "domain",
@@ -51,7 +52,7 @@ ELSEWHERE = {
     "gpu": "tests/house/test_gpu_page.py",
     "faults": "tests/house/test_faults.py",
 }
-ON_EMULATED_HOSTS = ("e2e", "cuts", "soak", "overlap", "replan")
+ON_EMULATED_HOSTS = ("e2e", "sites", "cuts", "soak", "overlap", "replan")
 WITH_DELAY = ("latency", "link goodput", "soak", "cuts")
 
 

@@ -43,11 +43,12 @@ def state_of(row: Patch, engine: Any) -> list[Any]:
     return [(name := row.attribute, vars(owner).get(name), name in vars(owner)) for owner in instances]
 
 
-# Of models of transformers only; test_export.py has them.
-SAVING = [
+# Of models of transformers, which test_export.py has, and of sites.
+ELSEWHERE = [
     row
     for row in TABLE
-    if row.attribute in ("save_16bit_model", "save_pretrained", "save_model", "load_module_state_dict")
+    if row.attribute
+    in ("save_16bit_model", "save_pretrained", "save_model", "load_module_state_dict", "reduce_ipg_grads")
 ]
 
 
@@ -55,7 +56,7 @@ def walk_the_table(case: Case) -> dict[str, list[str]]:
     """Rows that are changed while attached, and rows that are not as before afterwards."""
 
     def all_states() -> dict[str, list[Any]]:
-        return {f"{row.owner}.{row.attribute}": state_of(row, engine) for row in TABLE if row not in SAVING}
+        return {f"{row.owner}.{row.attribute}": state_of(row, engine) for row in TABLE if row not in ELSEWHERE}
 
     def differing(one: dict[str, list[Any]], other: dict[str, list[Any]]) -> list[str]:
         return [name for name in one if not same(one[name], other[name])]
@@ -89,7 +90,7 @@ def test_after_detach_each_row_is_the_very_object_it_was(pool4: ProcessPool, zer
         f"{row.owner}.{row.attribute}"
         for row in TABLE
         if row.until not in ("AutoEP", "exit")
-        and row not in SAVING
+        and row not in ELSEWHERE
         and (row.owner not in own_rows or row.attribute == "zero_grad" or (zero_stage and row.owner == own_rows[0]))
         and (zero_stage or row.attribute != "all_gather_dp_groups")
     }

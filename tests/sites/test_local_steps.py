@@ -40,7 +40,8 @@ def test_the_outer_step_is_that_of_nesterov_sgd(every: int) -> None:
         if fragment is None:
             continue
         deltas = [site.deltas(fragment) for site in sites]
-        sent = [one.encode(delta) for one, delta in zip(packets, deltas, strict=True)]
+        none = torch.empty(0, dtype=torch.uint8)
+        sent = [torch.cat([none, *map(p.encode, delta)]) for p, delta in zip(packets, deltas, strict=True)]
         chosen = [span.name for one in deltas[0] for span in one.spans]
         for name, parameter in reference.named_parameters():
             parameter.grad = None

@@ -8,6 +8,8 @@ import torch
 
 from ds_hybridep.commands.record import site_table
 from ds_hybridep.integration.site_exchange import SiteExchange
+from ds_hybridep.integration.site_overlap import Departures
+from ds_hybridep.kernels.reference import ReferenceKernels
 from ds_hybridep.sites import patience as patience_module
 from ds_hybridep.sites.packets import OwnedSlice, Packets
 from ds_hybridep.sites.patience import Patience
@@ -61,6 +63,7 @@ class TakesOver(SiteExchange):
         self.num_exchanges, self._interval, self._needs_quorum, self._last_steps = 1, 0, True, {}
         self._packets = Packets("a", None, None, torch.float32, Home(torch.device("cpu")))
         self._engine = type("Engine", (), {"global_steps": 3})
+        self._departures = Departures(None, self._packets, ReferenceKernels(), lambda: None, lambda: True, lambda: 1.0)
 
     @property
     def _others(self) -> list[str]:
@@ -70,8 +73,8 @@ class TakesOver(SiteExchange):
         self.scale, self._needs_quorum = 2.0, False
         return True
 
-    def _swap(self, packet: torch.Tensor) -> Any:
-        return [packet, packet.clone()], True
+    def _swap(self, packets: list[torch.Tensor]) -> Any:
+        return [packets[0], packets[0].clone()], True
 
     def _agree(self, is_complete: bool, digest: bytes) -> tuple[bool, bool]:
         return True, False

@@ -76,10 +76,65 @@ def test_losses_are_those_of_one_job_over_all_ranks(meeting: Meeting, tmp_path: 
 @pytest.mark.parametrize(
     "options",
     [
+        {"zero": 2, "accumulation": 2},
+        pytest.param({"zero": 1, "clip": 0.5, "accumulation": 2}, marks=pytest.mark.slow),
+        pytest.param({"zero": 2, "ranks": 2, "grows_at": 3}, marks=pytest.mark.slow),
+        pytest.param({"zero": 2, "ranks": 2, "levels": DOMAINS, "accumulation": 2}, marks=pytest.mark.slow),
+        pytest.param({"family": "qwen3_moe", "zero": 2, "ranks": 2}, marks=AUTOEP),
+    ],
+)
+def test_gradients_leave_while_the_backward_runs(meeting: Meeting, tmp_path: Path, options: dict[str, Any]) -> None:
+    options = {"bucket": 500, **options}
+    ranks = options.pop("ranks", 1)
+    sites = train(meeting, tmp_path, ranks, {}, **options)
+    options.pop("levels", None)
+    one = Job(tmp_path, "one", 2 * ranks, ep_size=ranks, **options).records()
+    for got, wanted in zip(sites, one, strict=True):
+        assert got["losses"] == pytest.approx(wanted["losses"], rel=1e-6), "fp32, up to the order of sums"
+    assert [one["weights"] for one in sites[:ranks]] == [one["weights"] for one in sites[ranks:]]
+    for index, record in enumerate(sites):
+        (other,) = record["sites"]["others"].values()
+        assert other["early_bytes"] > other["sent_bytes"] / 2, f"rank {index}: 5 of 6 steps"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("codecs", [None, "recommended"])
+def test_what_a_site_sent_before_it_died_in_the_backward_does_not_count(tmp_path: Path, codecs: str | None) -> None:
+    ends = []
+    for dies_in in ("backward", "forward"):
+        folder = tmp_path / dies_in
+        folder.mkdir()
+        with Meeting(folder) as meeting:
+            both = block(meeting, folder, ("a", "b", "c"), sites={"codecs": codecs}, timeout_s=12)
+            options = {"block": both, "zero": 2, "bucket": 500, "ep_size": 1, "steps": 8, "dtype": "bf16"}
+            jobs = [
+                Job(folder, name, 1, site=name, first_rank=at, **options, **({"dies_at": 4} if name == "c" else {}),
+                    dies_in=dies_in)
+                for at, name in enumerate("abc")
+            ]  # fmt: skip
+            try:
+                (a,), (b,) = (job.records() for job in jobs[:2])
+            finally:
+                for job in jobs:
+                    job.kill()
+        assert a["weights"] == b["weights"]
+        assert sorted(map(int, a["losses"])) == list(range(8)), "no step is lost"
+        assert not a["sites"]["others"]["c"]["present"]
+        assert (int((folder / "c-left").read_text()) > 0) == (dies_in == "backward"), "some packets were under way"
+        assert a["sites"]["repeated"] >= 1
+        ends.append((a["weights"], a["losses"]))
+    assert ends[0] == ends[1]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
         pytest.param({"zero": 1, "overflow_at": 3}, marks=pytest.mark.slow),
         pytest.param({"zero": 0}, marks=pytest.mark.slow),
         pytest.param({"zero": 1, "grad_accum_dtype": "fp32"}, marks=pytest.mark.slow),
         pytest.param({"zero": 2, "accumulation": 2, "clip": 0.5}, marks=pytest.mark.slow),
+        pytest.param({"zero": 2, "accumulation": 2, "bucket": 500, "overflow_at": 3}, marks=pytest.mark.slow),
+        pytest.param({"zero": 2, "bucket": 500, "grad_accum_dtype": "fp32", "grows_at": 3}, marks=pytest.mark.slow),
     ],
 )
 def test_encoded_gradients_leave_the_weights_of_all_sites_equal(

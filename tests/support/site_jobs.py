@@ -8,10 +8,13 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from scripts import free_port
+
+from ds_hybridep.link import TLS
 
 SUPPORT = Path(__file__).resolve().parent
 SCRIPT = SUPPORT / "site_script.py"
@@ -25,11 +28,14 @@ def secret_file(folder: Path, text: str = "a secret of at least sixteen bytes") 
 
 
 class Meeting:
-    """A meeting point in a process of its own.  before: words in front of its command."""
+    """A meeting point in a process of its own.  before: words in front of its command.  port: 0 chooses one."""
 
-    def __init__(self, folder: Path, host: str = "127.0.0.1", before: Sequence[str] = ()) -> None:
-        self.port, self.host, self.log = free_port(), host, folder / "meeting.log"
+    def __init__(
+        self, folder: Path, host: str = "127.0.0.1", before: Sequence[str] = (), port: int = 0, tls: TLS | None = None
+    ) -> None:
+        self.port, self.host, self.log = port or free_port(), host, folder / "meeting.log"
         command = ["-m", "ds_hybridep.commands.main", "meet", "--port", str(self.port), "--host", host]
+        command += [word for name, path in vars(tls).items() for word in (f"--{name}", str(path))] if tls else []
         self._file = self.log.open("a")
         self.process = subprocess.Popen(
             [*before, sys.executable, *command, "--secret-file", str(secret_file(folder))],
@@ -46,49 +52,61 @@ class Meeting:
 
 
 class Job:
-    """A job of `site_script.py`; all its ranks have a process group of their own.  before: as in `Meeting`."""
+    """A job of `site_script.py`; it has a process group of its own for each command.  before: as in `Meeting`."""
 
     def __init__(self, folder: Path, name: str, ranks: int, before: Sequence[str] = (), **options: Any) -> None:
         self.folder, self.name, self.ranks = folder, name, ranks
-        port = free_port()
         self.processes = []
         site = options.pop("site", None)
         options = {"out": str(folder / name), "tell": str(folder / f"{name}.step"), **options}
-        for rank in range(ranks):
+        for index, (command, more) in enumerate(self._commands(json.dumps(options))):
             environment = {
-                **os.environ, "RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_SIZE": str(ranks),
-                "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "LOCAL_RANK": str(rank),
-                "PYTHONPATH": os.pathsep.join([str(SUPPORT), os.environ.get("PYTHONPATH", "")]),
+                **os.environ, **more, "PYTHONPATH": os.pathsep.join([str(SUPPORT), os.environ.get("PYTHONPATH", "")]),
             }  # fmt: skip
             environment.pop("HYBRIDEP_SITE", None)
             if site is not None:
                 environment["HYBRIDEP_SITE"] = site
-            command = [*before, sys.executable, str(SCRIPT), json.dumps(options)]
-            with (folder / f"{name}-{rank}.log").open("w") as log:
-                self.processes.append(subprocess.Popen(command, env=environment, stdout=log, stderr=log))
+            with (folder / f"{name}-{index}.log").open("w") as log:
+                self.processes.append(
+                    subprocess.Popen(
+                        [*before, *command], env=environment, stdout=log, stderr=log, start_new_session=True
+                    )
+                )
+
+    def _commands(self, options: str) -> list[tuple[list[str], dict[str, str]]]:
+        """Return commands, and what they need in their environment: one for each rank."""
+        ours = {"WORLD_SIZE": self.ranks, "LOCAL_SIZE": self.ranks, "MASTER_PORT": free_port()}
+        command = [sys.executable, str(SCRIPT), options]
+        return [
+            (command, {name: str(value) for name, value in {**ours, "RANK": rank, "LOCAL_RANK": rank}.items()})
+            for rank in range(self.ranks)
+        ]
 
     def wait(self, limit_s: float = LIMIT_S) -> list[int]:
-        """Return the exit statuses of all ranks."""
+        """Return the exit statuses of all commands."""
         deadline = time.monotonic() + limit_s
         try:
             return [process.wait(max(deadline - time.monotonic(), 0.1)) for process in self.processes]
         finally:
             self.kill()
 
-    def kill(self) -> None:
+    def kill(self, number: int = signal.SIGKILL) -> None:
+        """Send a signal to all that belongs to the job."""
         for process in self.processes:
-            if process.poll() is None:
-                process.send_signal(signal.SIGKILL)
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, number)
+            if number == signal.SIGKILL:
                 process.wait()
 
     def records(self) -> list[dict[str, Any]]:
         """Wait for the end, and return what each rank has written."""
         statuses = self.wait()
-        assert statuses == [0] * self.ranks, self.output()
+        assert statuses == [0] * len(statuses), self.output()
         return [json.loads((self.folder / f"{self.name}-{rank}.json").read_text()) for rank in range(self.ranks)]
 
     def output(self) -> str:
-        return "\n".join((self.folder / f"{self.name}-{rank}.log").read_text()[-4000:] for rank in range(self.ranks))
+        logs = [self.folder / f"{self.name}-{index}.log" for index in range(len(self.processes))]
+        return "\n".join(log.read_text()[-4000:] for log in logs)
 
     def step(self) -> int:
         """Return the steps that rank 0 has made."""
@@ -101,6 +119,18 @@ class Job:
             assert time.monotonic() < deadline, f"step {step} was not reached\n{self.output()}"
             assert any(process.poll() is None for process in self.processes), self.output()
             time.sleep(0.05)
+
+
+class Launched(Job):
+    """A job that one `deepspeed` command starts."""
+
+    def _commands(self, options: str) -> list[tuple[list[str], dict[str, str]]]:
+        command = [
+            str(Path(sys.executable).parent / "deepspeed"), "--num_gpus", str(self.ranks), "--master_port",
+            str(free_port()), "--no_local_rank", str(SCRIPT), options,
+        ]  # fmt: skip
+        path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+        return [(command, {"PATH": path, "GLOO_SOCKET_IFNAME": "lo"})]
 
 
 def block(meeting: Meeting, folder: Path, names: tuple[str, ...] = ("a", "b"), **more: Any) -> dict[str, Any]:

@@ -9,6 +9,7 @@ import atexit
 import hashlib
 import json
 import os
+import signal
 import sys
 import time
 from pathlib import Path
@@ -26,7 +27,8 @@ from ds_hybridep.sites.exchange import Crossing
 DEFAULTS = {
     "out": "", "steps": 6, "first_rank": 0, "zero": 1, "dtype": "fp32", "accumulation": 1, "clip": 0.0, "block": None,
     "ep_size": 2, "overflow_at": -1, "pause_s": 0.0, "lr": 1e-2, "tell": "", "grad_accum_dtype": None, "family": None,
-    "until": "", "seed": 1, "loses_state": False,
+    "until": "", "seed": 1, "loses_state": False, "bucket": 500_000_000, "dies_at": -1,
+    "dies_in": "backward", "grows_at": -1,
 }  # fmt: skip
 options = {**DEFAULTS, **json.loads(sys.argv[1])}
 deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
@@ -51,7 +53,11 @@ ds_config = {
     "optimizer": {"type": "Adam", "params": {"lr": options["lr"], "torch_adam": True}},
     "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 10, "warmup_max_lr": options["lr"]}},
     # Else everything of a toy stays whole under ZeRO 3.
-    "zero_optimization": {"stage": options["zero"], "stage3_param_persistence_threshold": 100},
+    "zero_optimization": {
+        "stage": options["zero"],
+        "stage3_param_persistence_threshold": 100,
+        "reduce_bucket_size": options["bucket"],
+    },
     "steps_per_print": 10**9,
 }
 if options["dtype"] != "fp32":
@@ -77,7 +83,32 @@ if options["loses_state"] and rank == world - 1:  # what comes first to this ran
     Crossing.receive_state = lose
 engine, *_ = deepspeed.initialize(model=model, model_parameters=parameters, config=ds_config)
 losses: dict[int, float] = {}
+first_bytes = [  # of parameters at the start, if they have so many
+    flat[:16].numpy().tobytes().hex()
+    for flat in (parameter.detach().reshape(-1) for parameter in model.parameters())
+    if flat.dtype == torch.float32 and len(flat) >= 16 and flat.unique().numel() > 16
+]
 started_at = engine.global_steps
+
+
+early_before = 0  # bytes that had left early before the backward
+
+
+def early_bytes() -> int:
+    sites = vars(engine)["_hybridep_attachment"].sites
+    return sum(one.early_bytes for one in sites.counters.values())
+
+
+def die(*_: object) -> None:
+    """The end of the machine, once what was sent has left."""
+    if engine.global_steps == options["dies_at"] and engine.is_gradient_accumulation_boundary():
+        Path(f"{options['out']}-left").write_text(str(early_bytes() - early_before))
+        time.sleep(0.5)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+if options["dies_in"] == "backward":
+    next(model.parameters()).register_hook(die)  # its gradient is the last one
 
 
 def last_step() -> int:
@@ -95,8 +126,15 @@ while engine.global_steps < last_step():
         )
         loss = hf_loss(engine, *inputs) if family else engine(*inputs)
         total += loss.item()
+        if options["dies_at"] >= 0:
+            early_before = early_bytes()
+        if options["dies_in"] == "forward":
+            die()
         scale = float("inf") if step == options["overflow_at"] else 1.0
         engine.backward(loss * scale)
+        if step == options["grows_at"] and engine.is_gradient_accumulation_boundary():
+            for gradient in (one for group in engine.optimizer.averaged_gradients.values() for one in group):
+                gradient.mul_(2.0)
         engine.step()
     losses[step] = total / options["accumulation"]
     if options["tell"] and rank == 0:
@@ -113,6 +151,7 @@ record = {
     "losses": losses,
     "weights": digest.hexdigest(),
     "started_at": started_at,
+    "first_bytes": first_bytes,
     "skipped": engine.skipped_steps,
 }
 Path(f"{options['out']}-{rank}.json").write_text(json.dumps(record))

@@ -1,0 +1,93 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Packets that depart before the exchange, between sites of one rank in threads."""
+
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from ds_hybridep.errors import CommunicationError
+from ds_hybridep.sites.exchange import Counters, Crossing
+
+NAMES = ["a", "b", "c"]
+SIZES = [5, 3, 70_000]
+
+
+class Sites:
+    """The connections of all sites in one epoch."""
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self.counters = {name: {other: Counters() for other in names} for name in names}
+        self.crossings = {
+            name: Crossing(names, name, 0, b"a secret of sixteen", "127.0.0.1", 10.0, self.counters[name])
+            for name in names
+        }
+        addresses = {name: one.address for name, one in self.crossings.items()}
+        self.together(lambda one: one.open(1, list(names), [], addresses))
+
+    def together(self, run: Callable[[Crossing], Any], names: Sequence[str] = ()) -> list[Any]:
+        with ThreadPoolExecutor() as pool:
+            return list(pool.map(run, [self.crossings[name] for name in names or self.crossings]))
+
+
+@pytest.fixture
+def sites() -> Iterator[Sites]:
+    made = Sites(NAMES)
+    yield made
+    made.together(Crossing.close)
+
+
+def packets_of(site: int, step: int) -> list[Tensor]:
+    return [torch.full((size,), 10 * site + step, dtype=torch.uint8) for size in SIZES]
+
+
+def whole(step: int) -> list[Tensor]:
+    return [torch.cat(packets_of(site, step)) for site in range(len(NAMES))]
+
+
+def test_packets_may_depart_early_and_in_any_order(sites: Sites) -> None:
+    def step(crossing: Crossing, number: int) -> list[Tensor]:
+        ours = packets_of(NAMES.index(crossing._site), number)
+        for index in {"a": [2, 0], "b": [1], "c": []}[crossing._site]:
+            crossing.begin(SIZES)
+            crossing.depart(index, ours[index])
+        return crossing.swap(ours)
+
+    for number in range(3):
+        for got in sites.together(lambda one, number=number: step(one, number)):
+            assert all(map(torch.equal, got, whole(number)))
+    assert sites.counters["a"]["b"].early_bytes == 3 * (SIZES[2] + SIZES[0])
+    assert sites.counters["a"]["b"].sent_bytes == 3 * (sum(SIZES) + 1), "and the verdicts"
+    assert sites.counters["c"]["b"].early_bytes == 0
+
+
+def test_packets_that_departed_and_changed_since_do_not_count(sites: Sites) -> None:
+    def step(crossing: Crossing, number: int) -> list[Tensor]:
+        site = NAMES.index(crossing._site)
+        if site == 0:
+            crossing.begin(SIZES)
+            crossing.depart(1, packets_of(site, 9)[1])
+        return crossing.swap(packets_of(site, number))
+
+    for number in range(2):
+        for got in sites.together(lambda one, number=number: step(one, number)):
+            assert all(map(torch.equal, got, whole(number)))
+    assert sites.counters["a"]["b"].sent_bytes == sites.counters["b"]["a"].received_bytes + 2
+
+
+def test_who_vanishes_after_some_packets_have_departed_is_missed_by_all(sites: Sites) -> None:
+    gone = sites.crossings["c"]
+    gone.begin(SIZES)
+    gone.depart(0, packets_of(2, 0)[0])
+    gone._link.last_words = ("failed", "it was killed")
+    gone.close()
+
+    def swap(crossing: Crossing) -> set[str]:
+        with pytest.raises(CommunicationError, match="lacks packets"):
+            crossing.swap(packets_of(NAMES.index(crossing._site), 0))
+        return crossing.missed
+
+    assert sites.together(swap, "ab") == [{"c"}, {"c"}]
