@@ -79,7 +79,7 @@ WAYS = (
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--steps", type=int, default=40, help="optimizer steps of each run (default 40)")
+    parser.add_argument("--steps", type=int, default=25, help="optimizer steps of each run (default 25)")
     parser.add_argument("--wan", default="50mbit", metavar="RATE", help="of the slow link (default 50mbit)")
     parser.add_argument("--out", type=Path, default=REPOSITORY / "runs" / "demo", help="for logs and the record")
 

@@ -76,8 +76,7 @@ def shares_of(weights: Sequence[float], top_k: int) -> tuple[float, ...]:
 @lru_cache(maxsize=64)
 def weights_of(loads: tuple[float, ...], top_k: int) -> tuple[float, ...]:
     """[E] weights with which experts get rows in proportion to `loads`, as far as a token can choose them so often."""
-    scale = top_k / math.fsum(loads)
-    wanted = [min(load * scale, MOST_OFTEN) for load in loads]
+    wanted = _possible(loads, top_k)
     weights = list(wanted)
     for _ in range(MOST_ROUNDS):
         found = shares_of(weights, top_k)
@@ -86,6 +85,18 @@ def weights_of(loads: tuple[float, ...], top_k: int) -> tuple[float, ...]:
         pairs = zip(weights, wanted, found, strict=True)
         weights = [weight * one / its if its > 0 else 0.0 for weight, one, its in pairs]
     return tuple(weights)
+
+
+def _possible(loads: Sequence[float], top_k: int) -> list[float]:
+    """Shares of tokens in proportion to the loads, none above MOST_OFTEN."""
+    always: set[int] = set()
+    while True:
+        rest = math.fsum(load for expert, load in enumerate(loads) if expert not in always)
+        scale = (top_k - MOST_OFTEN * len(always)) / rest if rest else 0.0
+        more = {expert for expert, load in enumerate(loads) if load * scale > MOST_OFTEN} - always
+        if not more:
+            return [MOST_OFTEN if expert in always else load * scale for expert, load in enumerate(loads)]
+        always |= more
 
 
 @lru_cache(maxsize=64)

@@ -9,9 +9,10 @@ from ds_hybridep.plan.layout import Layout, LevelCodecs
 from ds_hybridep.plan.memory import Memory, memory_of
 from ds_hybridep.plan.pipeline import pipelines
 from ds_hybridep.plan.question import Question, largest_group
-from ds_hybridep.plan.routing import routing_of
+from ds_hybridep.plan.routing import Routing, routing_of
 from ds_hybridep.plan.sites import Sites, sites_of
 from ds_hybridep.plan.stream_model import StepPrediction, predict
+from ds_hybridep.plan.workload import Workload
 
 LEAST_DROPPED = 0.005  # a smaller share of rows is not worth a note
 LOCAL_STEPS = 100  # optimizer steps between two synchronisations of local SGD
@@ -133,7 +134,7 @@ def _provided(question: Question, name: str, layout: Layout) -> Alternative:
     prediction = question.predict(layout)
     memory, lacking = question.memory(layout)
     routing = routing_of(layout, question.workload)
-    dropped = routing.dropped(question.workload) if layout.is_padded else 0.0
+    dropped = dropped_share(routing, question.workload) if layout.is_padded else 0.0
     notes = [f"drops {dropped:.0%} of the rows"] if dropped > LEAST_DROPPED else []
     notes += [lacking_note(lacking)] if lacking else []
     return Alternative(
@@ -148,6 +149,12 @@ def _provided(question: Question, name: str, layout: Layout) -> Alternative:
         crossing_bytes=prediction.level_bytes(0),
         note="; ".join(notes),
     )
+
+
+def dropped_share(routing: Routing, workload: Workload) -> float:
+    """Share of the rows that DeepSpeed's layer leaves out, because they are beyond the capacity of an expert."""
+    room = workload.expert_capacity / workload.tokens_per_rank
+    return 0.0 if routing.is_even else sum(max(load - room, 0.0) for load in routing.loads) / routing.top_k
 
 
 def lacking_note(num_bytes: float) -> str:

@@ -182,13 +182,6 @@ class Routing:
         pairs = zip(domain_of, part_of, strict=True)
         return [round(scale * (of_domain[domain] + of_part[part]), choices.EQUAL_DIGITS) for domain, part in pairs]
 
-    def dropped(self, workload: Workload) -> float:
-        """Share of the rows that DeepSpeed's layer leaves out, because they are beyond the capacity of an expert."""
-        if self.is_even:
-            return 0.0
-        room = workload.expert_capacity / workload.tokens_per_rank
-        return math.fsum(max(load - room, 0.0) for load in self.loads) / self.top_k
-
     # ---- copies ----
 
     @cached_property

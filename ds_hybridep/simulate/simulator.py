@@ -77,12 +77,7 @@ def simulate(scenario: Scenario, *, is_reduced: bool = True, traced_ranks: Seque
         cluster, layout, workload, scenario.rates, scenario.sync, gathers_by_level=scenario.gathers_by_level
     )
     patterns = {peers: ranks.groups(peers) for peers in peers_in(program) if not peers.is_ring}
-    # Factors on the bandwidth of the child above a rank, by level, and on the seconds of computation.
-    *uplinks, slowdowns = (np.ones(cluster.num_ranks) for _ in (*cluster.sizes, "slowdowns"))
-    for one in scenario.deviations:
-        below = nodes_at(cluster, len(one.place)) == flatten(one.place, cluster.sizes[: len(one.place)])
-        uplinks[len(one.place) - 1][below] *= one.bandwidth_factor
-        slowdowns[below] *= one.slowdown
+    *uplinks, slowdowns = _factors(scenario)
     priced, num_levels = routing_of(layout, workload), len(uplinks)  # its fullest rank is that of the program
     routing = Routing.of(ranks, workload.model, scenario.expert_load or priced.weights)
     exact = [*uplinks, slowdowns, routing.pairs, *routing.chances, *routing.near_chances]
@@ -96,8 +91,8 @@ def simulate(scenario: Scenario, *, is_reduced: bool = True, traced_ranks: Seque
         is_fair_to_flows=scenario.is_fair_to_flows,
     )
     # One peer in each domain sends its rows here.
-    rows = pairs[classes.examples] * math.prod(layout.domain_counts) / workload.model.top_k / priced.load_after
-    schedule = Schedule(program, scenario, rows, slowdowns[classes.examples], maker)
+    rows = pairs * math.prod(layout.domain_counts) / workload.model.top_k / priced.load_after
+    schedule = Schedule(program, scenario, rows[classes.examples], slowdowns[classes.examples], maker)
     traced = {rank: int(classes.class_of[rank]) for rank in traced_ranks}
     engine = Engine(
         _capacities(scenario, found[:num_levels], classes, maker),
@@ -117,6 +112,17 @@ def simulate(scenario: Scenario, *, is_reduced: bool = True, traced_ranks: Seque
         quantisation=error,
         spans={rank: outcome.spans[number] for rank, number in traced.items()},
     )
+
+
+def _factors(scenario: Scenario) -> list[Floats]:
+    """[num_ranks] factors on the bandwidth of the child above a rank, by level; then on the seconds of computation."""
+    cluster = scenario.cluster
+    *uplinks, slowdowns = (np.ones(cluster.num_ranks) for _ in (*cluster.sizes, "slowdowns"))
+    for one in scenario.deviations:
+        below = nodes_at(cluster, len(one.place)) == flatten(one.place, cluster.sizes[: len(one.place)])
+        uplinks[len(one.place) - 1][below] *= one.bandwidth_factor
+        slowdowns[below] *= one.slowdown
+    return [*uplinks, slowdowns]
 
 
 def _with_few_classes(

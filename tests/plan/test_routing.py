@@ -11,7 +11,7 @@ from plan_cases import TOY, cluster_of, layout_of, toy
 from ds_hybridep.errors import PlanError
 from ds_hybridep.plan.choices import shares_of, skewed_loads, skewed_weights, weights_of
 from ds_hybridep.plan.costs import row_counts
-from ds_hybridep.plan.hot import rank_loads
+from ds_hybridep.plan.hot import LEAST_GAIN, TIE, rank_loads
 from ds_hybridep.plan.layout import Rates
 from ds_hybridep.plan.partition import Partition
 from ds_hybridep.plan.routing import routing_of
@@ -69,6 +69,16 @@ def test_weights_bring_the_loads_that_were_measured(top_k):
     loads = tuple(1000 * share for share in shared(choices))
     found = shares_of(weights_of(loads, top_k), top_k)
     assert [1000 * share for share in found] == pytest.approx(loads, rel=1e-6)
+
+
+def test_loads_that_no_choice_of_experts_has_are_approached():
+    """With two choices, no expert is in more than each; what is left goes to the others in proportion."""
+    for loads in ((1000.0, 2.0, 1.0, 1.0), (1000.0, 900.0, 1.0, 1.0), (5.0, 5.0, 0.0, 0.0)):
+        found = shares_of(weights_of(loads, 2), 2)
+        assert sum(found) == pytest.approx(2.0)
+        assert found[0] == pytest.approx(1.0, abs=2e-3)
+        assert list(found) == sorted(found, reverse=True)
+    assert shares_of(weights_of((1000.0, 2.0, 1.0, 1.0), 2), 2) == pytest.approx((1.0, 0.5, 0.25, 0.25), abs=2e-3)
 
 
 def test_experts_without_rows_have_none():
@@ -137,16 +147,16 @@ class Slowly:
             self.hot.update(self.fewest(experts, layout.hot_experts, shares))
 
     def fewest(self, experts, most, shares):
-        """Of the experts with the most rows, the fewest that leave the fullest rank within 1% of the least rows."""
+        """Of the experts with the most rows, the fewest that leave the fullest rank about the least rows."""
         fullest = []
         for count in range(most + 1):
             rows = [sum(shares[one] for one in experts[:count]) / SPANS[self.level]] * SPANS[self.level]
             for one in experts[count:]:
                 rows[self.cold.position_of(one // 2)[self.level]] += shares[one]
             fullest.append(max(rows))
-        if min(fullest) > 0.98 * fullest[0]:
+        if min(fullest) > (1 - LEAST_GAIN) * fullest[0]:
             return []
-        return experts[: next(count for count, rows in enumerate(fullest) if rows <= 1.01 * min(fullest))]
+        return experts[: next(count for count, rows in enumerate(fullest) if rows <= (1 + TIE) * min(fullest))]
 
     def rank_of(self, source, expert):
         """The rank that computes a row of `source` for an expert."""

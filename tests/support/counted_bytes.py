@@ -23,6 +23,24 @@ def counted_in_one_step(case: Case) -> dict[str, Any]:
         return ds_hybridep.stats(engine)
 
 
+def counted_with_hot_experts(case: Case, num_steps: int) -> tuple[list[int], list[dict[str, dict[str, int]]]]:
+    """The hot experts of the first layer after some steps, and by level what this rank counts in one more."""
+    with engine_of(case, with_block=True) as engine:
+        counted = []
+        for first, count in ((0, num_steps), (num_steps, 1)):
+            train(engine, case, first, count)
+            engine.__dict__["_hybridep_attachment"].runtime.migration.finish_shipments()
+            counted.append(ds_hybridep.stats(engine))
+    before, after = (one["levels"] for one in counted)
+    ways = ("sent_bytes", "received_bytes")
+    found = [
+        {way: {kind: now[way][kind] - then[way][kind] for kind in now[way]} for way in ways}
+        for then, now in zip(before, after, strict=True)
+    ]
+    assert counted[0]["layers"][0]["hot_experts"] == counted[1]["layers"][0]["hot_experts"]
+    return counted[0]["layers"][0]["hot_experts"], found
+
+
 def workload_of(case: Case) -> Workload:
     toy = case.toy
     model = MoEModel(
