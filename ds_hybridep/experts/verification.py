@@ -40,6 +40,11 @@ def verify(migration: MigrationManager, transport: Transport, kernels: Kernels) 
                 )
 
 
+def _num_rows(replicas: Replicas) -> int:
+    """Return the number of slots, those of hot experts included where there can be some."""
+    return len(replicas.domain_ranks) * (1 if replicas.hot is None else 2)
+
+
 def _is_right(replicas: Replicas, tables: dict[int, Tensor], slot: int, other: int) -> bool:
     """Return True if the rank of slot `other` holds the weights of `slot` that the owner has.
 
@@ -53,7 +58,9 @@ def _is_right(replicas: Replicas, tables: dict[int, Tensor], slot: int, other: i
 
 
 def checksums(replicas: Replicas, kernels: Kernels) -> Tensor:
-    """Return [2M + C, 2] int64 on the CPU: sums over the bits of each slot, of its hot experts, and of lossy mirrors.
+    """Return sums over the bits of each slot, of its hot experts if there can be some, and of lossy mirrors.
+
+    The result is [M + C, 2] or [2M + C, 2] int64 on the CPU.
 
     The own slot is read from the parameters.  A replica that arrives encoded is compared with its owner's mirror.
     The function reads one parameter after the other, in place.  Slots that are not here have zeros.
@@ -61,7 +68,7 @@ def checksums(replicas: Replicas, kernels: Kernels) -> Tensor:
     feedback = replicas.feedback
     lossy = {} if feedback is None else feedback.lossy_replicas
     encoded_of: list[tuple[int, Replica | Mirror | None]] = [
-        (slot, lossy.get(slot)) for slot in range(2 * len(replicas.domain_ranks))
+        (slot, lossy.get(slot)) for slot in range(_num_rows(replicas))
     ]
     encoded_of += [(replicas.own_slot, mirror) for mirror in (() if feedback is None else feedback.mirrors)]
     rows = []
@@ -116,11 +123,7 @@ def _owners_row(replicas: Replicas, slot: int, holder: int) -> int:
     if holder == slot or replicas.feedback is None:
         return slot
     sender = replicas.feedback.senders.get(replicas.level_between(slot, holder))
-    return (
-        2 * len(replicas.domain_ranks) + replicas.feedback.mirrors.index(sender)
-        if isinstance(sender, Mirror)
-        else slot
-    )
+    return _num_rows(replicas) + replicas.feedback.mirrors.index(sender) if isinstance(sender, Mirror) else slot
 
 
 def _exchange(transport: Transport, replicas: Replicas, own: Tensor) -> dict[int, Tensor]:

@@ -106,6 +106,6 @@ def test_an_even_number_of_gpus_has_two_halves(gpu: ModuleType) -> None:
 
 def test_make_gpu_is_this_program_and_pretends_if_asked() -> None:
     for words, end in (([], "gpu"), (["PRETEND=1"], "gpu --pretend")):
-        make = ["make", "-n", "gpu", "INSTALLED=", *words]
+        make = ["make", "-n", "--no-print-directory", "gpu", "INSTALLED=", *words]
         run = subprocess.run(make, cwd=REPOSITORY, capture_output=True, text=True, check=True)
         assert run.stdout.strip().endswith(f"-m benchmarks {end}")
