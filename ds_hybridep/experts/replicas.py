@@ -249,10 +249,10 @@ class Replicas(Places):
     def num_host_bytes(self) -> int:
         return 0 if self.feedback is None else self.feedback.num_bytes(self.weights)[1]
 
-    @property
-    def sends_own_slot(self) -> bool:
-        """True if any level carries the weights of the whole own slot unencoded."""
-        return any(self.sender_over(stage) is None for stage in self.stages if stage.level != self.hot_level)
+    def sends_own_slot(self, *, is_exact: bool) -> bool:
+        """Return True if any level carries the weights of the whole own slot unencoded."""
+        stages = [stage for stage in self.stages if stage.level != self.hot_level]
+        return any(is_exact or self.sender_over(stage) is None for stage in stages)
 
     def sender_over(self, stage: GatherStage) -> Mirror | PatchSender | None:
         """Return what encodes the owned weights for a stage; None if they go as they are."""
@@ -333,7 +333,7 @@ class WeightShipment(Gather):
         replicas = self._replicas_of_layer
         feedback, streams = replicas.feedback, replicas.streams
         patches = None if feedback is None or self._is_exact else feedback.patch_sender
-        is_sent = self._is_exact or replicas.sends_own_slot
+        is_sent = replicas.sends_own_slot(is_exact=self._is_exact)
         # In the current stream, because under ZeRO-3 DeepSpeed gathers parameters for this.
         weights = replicas.own.copy() if patches is not None else []
         if patches is None and (is_sent or replicas.own.is_partitioned):

@@ -226,6 +226,10 @@ def describe(
         said.append(f"over {', '.join(backends)}")
     if config.dense_sync == "hierarchical":
         said.append("dense gradients and parameters by level")
+    if (at := config.hot_level) is not None:
+        effect = "" if first.hot_level is not None else " (no effect: no tokens of ours cross it)"
+        most = config.levels[at].hot_experts
+        said.append(f"hot experts {most} over {config.levels[at].name}{effect}")
     said += config.describe_codecs()
     for level, _, count in levels:
         if level.row_format is not None:

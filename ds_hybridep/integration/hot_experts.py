@@ -20,7 +20,7 @@ from ds_hybridep.experts.migration import LayerExperts
 from ds_hybridep.integration.build import PlannedLayer
 from ds_hybridep.integration.log import warn_once
 from ds_hybridep.plan.costs import ranks_below
-from ds_hybridep.plan.hot import HotCosts, choose_hot, rank_loads
+from ds_hybridep.plan.hot import ROWS_ONLY, HotCosts, choose_hot, rank_loads
 from ds_hybridep.plan.token_route import build_route
 from ds_hybridep.tokens.layer import HeldExperts, HybridMoE
 from ds_hybridep.transport.channels import Purpose, Transfer, Transport
@@ -29,8 +29,6 @@ SMOOTHING = 0.25  # share of the newest step in the smoothed loads
 CHANGE = 0.05  # share of the rows that must go to other experts, beside what is chance, to forget earlier steps
 MEMORY_SHARE = 1 / 8  # of the free memory, if the user gives no limit
 PROBE_LIMIT_S = 1.0  # for measuring the link of the level
-# A number of hot experts that a user gives is not weighed against the time of the copies.
-ROWS_ONLY = HotCosts(row_s=1.0, copy_s=0.0)
 
 
 class HotLayer:
@@ -166,8 +164,6 @@ class HotExperts:
         self._groups: dict[tuple[int, ...], list[HotLayer]] = {}
         for one in self.layers.values():
             self._groups.setdefault(one.spec.group_ranks, []).append(one)
-        for ranks in self._groups:
-            self._channel(ranks)
         self._limit_and_costs: tuple[int, HotCosts] | None = None  # measured after the first step
         self._under_way: list[tuple[Transfer, dict[int, Tensor], list[HotLayer]]] = []
 

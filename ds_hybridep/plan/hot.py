@@ -27,6 +27,10 @@ class HotCosts:
     copy_s: float
 
 
+# A number of hot experts that a user gives is not weighed against the time of the copies.
+ROWS_ONLY = HotCosts(row_s=1.0, copy_s=0.0)
+
+
 def rank_loads(
     loads: Sequence[float], owners: Sequence[int], num_ranks: int, hot: Collection[int] = ()
 ) -> list[float]:

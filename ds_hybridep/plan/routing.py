@@ -15,12 +15,12 @@ from functools import cached_property, lru_cache
 from ds_hybridep.errors import PlanError
 from ds_hybridep.plan import choices
 from ds_hybridep.plan.cluster import flatten, unflatten
-from ds_hybridep.plan.hot import HotCosts, choose_hot, rank_loads, step_s
+from ds_hybridep.plan.hot import ROWS_ONLY, HotCosts, choose_hot, rank_loads, step_s
 from ds_hybridep.plan.layout import Layout
 from ds_hybridep.plan.token_route import TokenExchange, chance_needed
 from ds_hybridep.plan.workload import Workload
 
-ROWS_ONLY, COPIES_ONLY = HotCosts(row_s=1.0, copy_s=0.0), HotCosts(row_s=0.0, copy_s=1.0)
+COPIES_ONLY = HotCosts(row_s=0.0, copy_s=1.0)
 LOAD_DIGITS = 8  # of loads per token, so that equal ones stay equal: weights are searched to 9
 
 

@@ -95,6 +95,14 @@ def error_of_layers(case: Case, settings: dict[str, Any]) -> tuple[str, str]:
     return error_of(layers_after, case, settings, 0)
 
 
+def plan_and_sent(case: Case) -> tuple[str, list[bool]]:
+    """The plan in words, and of each layer whether a refresh sends the whole own slot."""
+    with engine_of(case, with_block=True) as engine:
+        runtime = engine.__dict__["_hybridep_attachment"].runtime
+        sent = [layer.replicas.sends_own_slot(is_exact=True) for layer in runtime.migration.layers]
+        return runtime.describe(), sent
+
+
 def go_back(case: Case, folder: str, *, in_the_middle: bool = False) -> tuple[list[float], list[float]]:
     """Losses of two steps from a checkpoint on, and again after it was loaded by the engine that went on."""
     with engine_of(case, with_block=True, hybridep=with_levels(case)) as engine:
@@ -312,3 +320,14 @@ def test_auto_is_refused_under_zero_3(pool4: ProcessPool) -> None:
     for kind, message in pool4.run(error_of_layers, case=case, settings={"hot_experts": "auto"}):
         assert kind == "UnsupportedError"
         assert "numbers of hot experts" in message
+
+
+def test_the_log_says_where_hot_experts_have_no_effect(pool4: ProcessPool) -> None:
+    for plan, sent in pool4.run(plan_and_sent, case=hot4(1, 1)):
+        assert "hot experts 2 over gpu," in f"{plan},"
+        assert sent == [False, False]  # only hot experts travel, also in a refresh
+    inside = hot4(1, 1, hot_level=0, toy=replace(FEW, ep_size=2))
+    for plan, _ in pool4.run(plan_and_sent, case=inside):
+        assert "hot experts 2 over dc (no effect: no tokens of ours cross it)" in plan
+    for _, sent in pool4.run(plan_and_sent, case=hot4(2, 1)):
+        assert sent == [True, True]

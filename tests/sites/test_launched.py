@@ -90,7 +90,7 @@ def test_two_jobs_behind_a_firewall_train_as_one_over_all_ranks(tmp_path: Path) 
         assert dropped(network)[0] > 0
     one = Launched(tmp_path, "one", 4, **options).records()
     for got, wanted in zip(sites, one, strict=True):
-        assert got["losses"] == pytest.approx(wanted["losses"], rel=1e-6), "fp32, up to the order of sums"
+        assert got["losses"] == pytest.approx(wanted["losses"], abs=2e-6), "fp32, up to the order of sums"
     assert [one["weights"] for one in sites[:2]] == [one["weights"] for one in sites[2:]]
 
 

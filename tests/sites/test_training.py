@@ -69,7 +69,7 @@ def test_losses_are_those_of_one_job_over_all_ranks(meeting: Meeting, tmp_path: 
     options.pop("levels", None)
     one = Job(tmp_path, "one", 2 * ranks, ep_size=ranks, **options).records()
     for got, wanted in zip(sites, one, strict=True):
-        assert got["losses"] == pytest.approx(wanted["losses"], rel=1e-6), "fp32, up to the order of sums"
+        assert got["losses"] == pytest.approx(wanted["losses"], abs=2e-6), "fp32, up to the order of sums"
     assert [one["weights"] for one in sites[:ranks]] == [one["weights"] for one in sites[ranks:]]
 
 
@@ -90,7 +90,7 @@ def test_gradients_leave_while_the_backward_runs(meeting: Meeting, tmp_path: Pat
     options.pop("levels", None)
     one = Job(tmp_path, "one", 2 * ranks, ep_size=ranks, **options).records()
     for got, wanted in zip(sites, one, strict=True):
-        assert got["losses"] == pytest.approx(wanted["losses"], rel=1e-6), "fp32, up to the order of sums"
+        assert got["losses"] == pytest.approx(wanted["losses"], abs=2e-6), "fp32, up to the order of sums"
     assert [one["weights"] for one in sites[:ranks]] == [one["weights"] for one in sites[ranks:]]
     for index, record in enumerate(sites):
         (other,) = record["sites"]["others"].values()

@@ -70,7 +70,7 @@ def _memory_of_layer(
     held.make_senders()
     replicas = sum(weights.nbytes for weights in held.weights)
     codecs = held.num_bytes - replicas
-    if keeps_own or held.sends_own_slot:
+    if keeps_own or held.sends_own_slot(is_exact=False):
         held.own.make_room(trainable_only=not keeps_own)
     staging = sum(weights.nbytes for weights in held.weights) - replicas
     own_bytes = sum(weights.nbytes for weights in held.values(held.replica_slots[0], trainable_only=True))
