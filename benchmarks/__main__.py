@@ -23,6 +23,7 @@ PROGRAMS = {
     "cuts": "losses on links that misbehave for a while, against an undisturbed run",
     "soak": "training for hours on links and machines that misbehave",
     "losses": "what the recommended codecs cost in loss, with real engines",
+    "equal-bytes": "loss against bytes, beside PowerSGD, DeMo and DiLoCo",
     "residual-sums": "whether small gradients arrive",
     "skipped-layers": "what codecs keep if layers take part at times only",
     "codecs": "loss, time and size of single codecs, and of patches",

@@ -30,6 +30,8 @@ SLOW = {
     "cuts --kinds classic --codecs recommended --cases cut_for_5_s": r"\| 0 \|",
     "soak --minutes 0.2 --kinds classic": r"\| classic \|",
     "losses --seeds 0 --steps 15": "domain",
+    "equal-bytes --seeds 0 --phases scratch --steps 4 --cases PowerSGD,_rank_1 DeMo,_32_of_4096 DiLoCo,_H_10 "
+    "ours,_sites,_H_10,_recommended": "PowerSGD, rank 1",
     "skipped-layers --steps 10 --zero-stages 1": "two heads",
     "codecs loss --cases int8 --seeds 0 --steps 15 --layers 1": "int8",
     "codecs patch --steps 2 --weights 10000 --samples 1": "rate 1e-05",
