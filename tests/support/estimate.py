@@ -4,6 +4,8 @@
 import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -17,7 +19,6 @@ from ds_hybridep.integration.autoep import is_autoep_layer
 from ds_hybridep.integration.build import encoding_of
 from ds_hybridep.plan.cluster import divisors
 from ds_hybridep.plan.depth import return_depth
-from ds_hybridep.plan.memory import LayerNeeds, MemoryNeeds, needs_of
 from ds_hybridep.plan.partition import Partition
 from ds_hybridep.sync.feedback import Encoding
 from ds_hybridep.sync.gradients import StepChanges
@@ -25,6 +26,60 @@ from ds_hybridep.sync.stages import gather_stages
 
 DomainSizes = tuple[int, ...]
 Layer = tuple[nn.Module, int, int]  # an expert without memory, experts per rank, ranks in the group
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerNeeds:
+    """Bytes of one layer on one rank.  The fields that last between steps come first.
+
+    replicas: weights of the domain's other experts, in the type they are trained in.
+    codecs, host: mirrors, fp32 values of 16-bit replicas, residuals, and encoders' state, on the device and the host.
+    staging: copies of owned weights that travel unencoded, from a step to the next forward.
+    sent: what patches sent last, during the optimizer step.
+    sums: of replicas' gradients, fp32.
+    own_sums: sums of the owned experts' gradients while they return.
+    residuals: of a step, until it is applied.
+    """
+
+    replicas: float = 0
+    codecs: float = 0
+    host: float = 0
+    staging: float = 0
+    sent: float = 0
+    sums: float = 0
+    own_sums: float = 0
+    residuals: float = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryNeeds:
+    """Bytes on one rank beside what DeepSpeed holds, without packets and other short-lived buffers.
+
+    replicas, codecs, staging, host: of all layers, as in `LayerNeeds`.
+    gradient_sums: the most that sums of replicas' gradients take in a step.
+    returns: the most that returning gradients take beside these sums, and residuals until the step is applied.
+    step: what patches sent last, during the optimizer step.
+    host_returns: residuals in host memory, from the return of gradients until the step is applied.
+    """
+
+    replicas: float = 0
+    codecs: float = 0
+    staging: float = 0
+    gradient_sums: float = 0
+    returns: float = 0
+    step: float = 0
+    host: float = 0
+    host_returns: float = 0
+
+    @property
+    def after_step(self) -> float:
+        """Bytes on the device while new weights travel."""
+        return self.replicas + self.codecs + self.staging
+
+    @property
+    def total(self) -> float:
+        """The most bytes on the device in a step."""
+        return self.replicas + self.codecs + max(self.staging, self.gradient_sums + self.returns, self.step)
 
 
 def needs_of_model(
@@ -119,3 +174,42 @@ def needs_of_layers(
             accumulates=accumulation > 1,
         )
     return needs
+
+
+def needs_of(
+    layers: Sequence[LayerNeeds],
+    *,
+    depth: int,
+    prefetch_depth: int,
+    num_levels: int,
+    is_on_host: bool,
+    accumulates: bool,
+) -> MemoryNeeds:
+    """What replicas of these layers need.
+
+    depth: layers between the start of a gradient's return and the wait for it; see `depth.return_depth`.
+    num_levels: levels that a domain spans.
+    is_on_host: the host keeps what codecs keep.
+    accumulates: several micro-steps are added up, and the gradient sums of all layers wait for the last one.
+    """
+
+    def most(name: str, beside: int | None = None) -> float:
+        """Of `beside` + 1 neighbouring layers; None: of all layers."""
+        ends: list[float] = [0, *accumulate(getattr(layer, name) for layer in layers)]
+        width = len(layers) if beside is None else min(beside + 1, len(layers))
+        return max(ends[end] - ends[end - width] for end in range(width, len(ends)))
+
+    # Once a layer's gradients are sent, new residuals take the place of its larger sums.
+    in_flight = 0 if is_on_host else most("residuals", depth if accumulates else None)
+    # Sums that cross one level are in a message as soon as their return starts; others may wait for earlier layers.
+    leaving = None if accumulates else prefetch_depth if num_levels == 1 else depth
+    return MemoryNeeds(
+        replicas=most("replicas"),
+        codecs=most("codecs"),
+        staging=most("staging"),
+        gradient_sums=most("sums", leaving),
+        returns=most("own_sums", depth) + in_flight,
+        step=most("sent"),
+        host=most("host"),
+        host_returns=most("residuals") if is_on_host else 0,
+    )
