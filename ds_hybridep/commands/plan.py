@@ -3,6 +3,7 @@
 
 import argparse
 import json
+from dataclasses import asdict
 from typing import Any
 
 from ds_hybridep.commands import question as asking
@@ -54,7 +55,7 @@ def answer_json(question: Question, plan: Plan) -> dict[str, Any]:
     gain = hot_gain(question, plan.best)
     return {
         **plan.to_json(),
-        **({} if gain is None else {"hot_experts": gain.to_json()}),
+        **({} if gain is None else {"hot_experts": asdict(gain)}),
         "verdict": verdict(question, plan),
         "ds_config": ds_config_block(question, plan),
     }

@@ -2,7 +2,6 @@
 """What the hot experts of a plan cost and bring: the plan beside the same plan without them."""
 
 from dataclasses import dataclass, replace
-from typing import Any
 
 from ds_hybridep.plan.planner import Candidate
 from ds_hybridep.plan.question import Question
@@ -10,37 +9,24 @@ from ds_hybridep.plan.question import Question
 
 @dataclass(frozen=True, kw_only=True)
 class HotGain:
-    """Hot experts of one plan.
+    """Hot experts of one plan; the fields are those of its JSON.
 
-    count: of each layer, most, in each part of the group that shares them.
+    hot_experts: of each layer, most, in each part of the group that shares them.
     level: inside which they have replicas, by name.
-    num_bytes: of replicas and their gradient sums, most on a rank.
-    crossing_bytes: of their weights and gradients in a step, over one uplink of the level in one direction.
+    memory_bytes: of replicas and their gradient sums, most on a rank.
+    uplink_bytes: of their weights and gradients in a step, over one uplink of the level in one direction.
     load_before, load_after: rows of the fullest rank over the mean.
-    before_s, after_s: a step.
+    step_s_before, step_s_after: a step.
     """
 
-    count: int
+    hot_experts: int
     level: str
-    num_bytes: float
-    crossing_bytes: float
+    memory_bytes: float
+    uplink_bytes: float
     load_before: float
     load_after: float
-    before_s: float
-    after_s: float
-
-    def to_json(self) -> dict[str, Any]:
-        """JSON values."""
-        return {
-            "hot_experts": self.count,
-            "level": self.level,
-            "memory_bytes": self.num_bytes,
-            "uplink_bytes": self.crossing_bytes,
-            "load_before": self.load_before,
-            "load_after": self.load_after,
-            "step_s_before": self.before_s,
-            "step_s_after": self.after_s,
-        }
+    step_s_before: float
+    step_s_after: float
 
 
 def hot_gain(question: Question, candidate: Candidate) -> HotGain | None:
@@ -57,12 +43,12 @@ def hot_gain(question: Question, candidate: Candidate) -> HotGain | None:
         for kinds in (before.uplink_bytes[level], candidate.prediction.uplink_bytes[level])
     )
     return HotGain(
-        count=layout.hot_experts,
+        hot_experts=layout.hot_experts,
         level=question.cluster.levels[level].name,
-        num_bytes=candidate.memory.replica_bytes - memory.replica_bytes,
-        crossing_bytes=after_bytes - before_bytes,
+        memory_bytes=candidate.memory.replica_bytes - memory.replica_bytes,
+        uplink_bytes=after_bytes - before_bytes,
         load_before=candidate.routing.load_before,
         load_after=candidate.routing.load_after,
-        before_s=before.step_s,
-        after_s=candidate.step_s,
+        step_s_before=before.step_s,
+        step_s_after=candidate.step_s,
     )

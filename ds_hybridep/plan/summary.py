@@ -147,10 +147,10 @@ def _describe_hot(question: Question, plan: Plan) -> list[str]:
     if gain is None:
         return [f"Hot experts: none. The fullest rank computes {routing.load_after:.2f} times the mean."]
     return [
-        f"Hot experts: {gain.count} of each layer, inside level {gain.level}. They cost {gain.num_bytes / GIGA:.3g} "
-        f"GB per GPU and {gain.crossing_bytes / GIGA:.3g} GB per step over the busiest {gain.level} link. The fullest "
-        f"rank computes {gain.load_after:.2f} instead of {gain.load_before:.2f} times the mean; a step takes "
-        f"{gain.after_s:.4g} instead of {gain.before_s:.4g} s."
+        f"Hot experts: {gain.hot_experts} of each layer, inside level {gain.level}. They cost "
+        f"{gain.memory_bytes / GIGA:.3g} GB per GPU and {gain.uplink_bytes / GIGA:.3g} GB per step over the busiest "
+        f"{gain.level} link. The fullest rank computes {gain.load_after:.2f} instead of {gain.load_before:.2f} times "
+        f"the mean; a step takes {gain.step_s_after:.4g} instead of {gain.step_s_before:.4g} s."
     ]
 
 

@@ -157,19 +157,19 @@ def test_hot_experts_pay_under_a_skew_and_cost_what_the_gain_says():
     best = make_plan(question).best
     assert best.layout.hot_by_level[1] > 0
     gain = hot_gain(question, best)
-    assert (gain.load_before, gain.level, gain.count) == (pytest.approx(2.6), "gpu", best.layout.hot_experts)
+    assert (gain.load_before, gain.level, gain.hot_experts) == (pytest.approx(2.6), "gpu", best.layout.hot_experts)
     assert gain.load_after < 1.5
-    assert gain.after_s == best.step_s
+    assert gain.step_s_after == best.step_s
     plain = next(
         one for one in price_all(question) if one.layout == dataclasses.replace(
             best.layout, hot_experts=0, hot_level=None
         )
     )  # fmt: skip
-    assert gain.before_s == plain.step_s > 1.1 * best.step_s
-    assert gain.num_bytes == best.memory.replica_bytes - plain.memory.replica_bytes > 0
+    assert gain.step_s_before == plain.step_s > 1.1 * best.step_s
+    assert gain.memory_bytes == best.memory.replica_bytes - plain.memory.replica_bytes > 0
     assert hot_gain(question, plain) is None
     # Weights and gradients travel once in a step, from an owner to 7 others, or from 7 owners to a rank.
-    copies = gain.crossing_bytes / (2 * 48 * question.workload.expert_travel_bytes)
+    copies = gain.uplink_bytes / (2 * 48 * question.workload.expert_travel_bytes)
     assert copies == pytest.approx(round(copies))
     assert copies >= 7
 
@@ -182,7 +182,7 @@ def test_a_limit_of_memory_for_hot_experts_is_kept():
         limited = dataclasses.replace(question, hot_bytes=limit * of_one)
         assert max(one.layout.hot_experts for one in price_all(limited)) == most
     with_gain = hot_gain(question, next(one for one in price_all(question) if one.layout.hot_by_level == (0, 4)))
-    assert with_gain.num_bytes <= 4.1 * of_one
+    assert with_gain.memory_bytes <= 4.1 * of_one
 
 
 def test_what_deepspeed_drops_is_said_and_is_not_better():
