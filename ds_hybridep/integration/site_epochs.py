@@ -58,6 +58,7 @@ class Epochs:
             self._crossing.close()
         if self._member is not None:
             self._member.close()
+        self._inside.close()
 
     @property
     def _others(self) -> list[str]:

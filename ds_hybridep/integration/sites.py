@@ -76,12 +76,16 @@ def join_sites(
             list(sites.names), site, inside.rank, secret, host, config.timeout_s, counters, link.ports, link.tls
         )
 
-    return SiteSync(
-        engine, site, list(sites.names), inside, join, new_crossing,
-        Packets(f"{site} {inside.rank}", dense, experts, sample.dtype, home),
-        facts.loss_scale, refresh, config.advanced.verify_interval, sites.every, home, kernels, patches,
-        lambda: engine.managed_gradient_accumulation() and facts.is_boundary(),
-    )  # fmt: skip
+    try:
+        return SiteSync(
+            engine, site, list(sites.names), inside, join, new_crossing,
+            Packets(f"{site} {inside.rank}", dense, experts, sample.dtype, home),
+            facts.loss_scale, refresh, config.advanced.verify_interval, sites.every, home, kernels, patches,
+            lambda: engine.managed_gradient_accumulation() and facts.is_boundary(),
+        )  # fmt: skip
+    except BaseException:
+        inside.close()
+        raise
 
 
 def _hash_of_parameters(module: Any) -> str:

@@ -2,6 +2,7 @@
 """Small agreements between all ranks of one site, over gloo, and shares of flat buffers."""
 
 import json
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
@@ -48,7 +49,9 @@ class Inside:
         return bool(flag.item())
 
     def close(self) -> None:
-        dist.destroy_process_group(self._group)
+        """Give this rank's part of the group up; a second call does nothing."""
+        with suppress(ValueError):  # it is gone, perhaps with all groups of the script
+            dist.destroy_process_group(self._group)
 
 
 def _packed(said: Any) -> Tensor:

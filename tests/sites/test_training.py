@@ -9,7 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from process_pool import ProcessPool
 from site_jobs import Job, Meeting, block, end_together, secret_file
+from torch.distributed import distributed_c10d
+from training import Case, engine_of, world2
 
 from ds_hybridep.lab.network import EmulatedNetwork, why_not_permitted
 from ds_hybridep.lab.topology import LinkSpec, Topology
@@ -297,6 +300,24 @@ def three_sites(meeting: Meeting, folder: Path, places: Mapping[str, list[str]] 
     finally:
         for job in jobs.values():
             job.kill()
+
+
+def groups_after_each_engine(case: Case, sites: dict[str, Any]) -> list[int]:
+    """Process groups of this process, each time after an engine of site a was destroyed."""
+    found = []
+    for _ in range(3):
+        with engine_of(case, with_block=True, hybridep={"sites": {**sites, "name": "a"}}):
+            pass
+        found.append(len(distributed_c10d._world.pg_map))
+    return found
+
+
+def test_engines_of_a_site_leave_no_process_groups_behind(
+    meeting: Meeting, tmp_path: Path, pool2: ProcessPool
+) -> None:
+    sites = block(meeting, tmp_path)["sites"]
+    for found in pool2.run(groups_after_each_engine, case=world2(), sites=sites):
+        assert len(set(found)) == 1, found
 
 
 def test_codecs_inside_a_site_are_refused(meeting: Meeting, tmp_path: Path) -> None:
