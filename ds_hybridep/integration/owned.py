@@ -154,9 +154,9 @@ def _of_bf16(owned: Owned) -> tuple[list[OwnedSlice], Callable[[], None]]:
             optimizer.real_dp_process_group, strict=True,
         )
     )  # fmt: skip
-    for (flat, own, group), parameters in zip(flats, optimizer.bf16_groups, strict=True):
+    for (_, own, group), parameters in zip(flats, optimizer.bf16_groups, strict=True):
         spans = [whole(owned._names[id(parameter)], parameter.shape) for parameter in parameters]
-        one = _piece(flat, own, spans, group_ranks(group).index(own_rank()))
+        one = _piece(own, spans, group_ranks(group).index(own_rank()))
         if one is not None:
             slices.append(OwnedSlice(*one, is_moe_param(parameters[0])))
 
@@ -169,16 +169,14 @@ def _of_bf16(owned: Owned) -> tuple[list[OwnedSlice], Callable[[], None]]:
     return slices, finish
 
 
-def _piece(
-    flat: Tensor, own: Tensor, spans: list[Span], rank: int
-) -> tuple[tuple[Span, ...], tuple[Tensor, ...]] | None:
-    """Return the spans and values of part number `rank` of a flat buffer, without padding."""
+def _piece(own: Tensor, spans: list[Span], rank: int) -> tuple[tuple[Span, ...], tuple[Tensor, ...]] | None:
+    """Return the spans and values of `own`, part number `rank` of a flat buffer, without padding."""
     total, begin = sum(span.num_elements for span in spans), rank * own.numel()
     end = min(begin + own.numel(), total)
     if end <= begin:
         return None
     pieces = cut(spans, [begin, end, total])[1] if begin else cut(spans, [end, total])[0]
-    return pieces, tuple(flat[begin:end].split([span.num_elements for span in pieces]))
+    return pieces, tuple(own[: end - begin].split([span.num_elements for span in pieces]))
 
 
 def _of_zero_0(owned: Owned) -> tuple[list[OwnedSlice], Callable[[], None]]:
@@ -194,7 +192,7 @@ def _of_zero_0(owned: Owned) -> tuple[list[OwnedSlice], Callable[[], None]]:
         size = -(-len(values) // len(ranks))
         flat = torch.nn.functional.pad(values, (0, size * len(ranks) - len(values)))
         own = flat[rank * size : (rank + 1) * size]
-        if (one := _piece(flat, own, spans, rank)) is not None:
+        if (one := _piece(own, spans, rank)) is not None:
             slices.append(OwnedSlice(*one, is_expert))
         shared.append((flat, own, group, parameters))
 
@@ -242,11 +240,8 @@ def _masters_of(owned: Owned) -> tuple[list[OwnedSlice], Callable[[], None]]:
             spans = [whole(owned._names[id(parameter)], parameter.shape) for parameter in parameters]
             own = optimizer.fp32_groups_flat_partition[index].detach()
             rank = group_ranks(optimizer.real_dp_process_group[index]).index(own_rank())
-            total, begin = sum(span.num_elements for span in spans), rank * own.numel()
-            if (end := min(begin + own.numel(), total)) > begin:
-                pieces = cut(spans, [begin, end, total])[1] if begin else cut(spans, [end, total])[0]
-                values = own[: end - begin].split([span.num_elements for span in pieces])
-                slices.append(OwnedSlice(pieces, tuple(values), is_moe_param(parameters[0])))
+            if (one := _piece(own, spans, rank)) is not None:
+                slices.append(OwnedSlice(*one, is_moe_param(parameters[0])))
         return slices, optimizer.update_lp_params
     raise UnsupportedError(
         "hybridep.sites.every above 1 needs ZeRO stage 1 or 2, where each rank owns a part of the weights; set "
