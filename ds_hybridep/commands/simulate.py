@@ -45,7 +45,6 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     )
     add("--zipf", type=float, metavar="S", help="expert n is chosen as often as 1 / n^S")
     add("--jitter", type=float, default=0.0, metavar="SHARE", help="random share that computations take longer")
-    add("--switches", action="store_true", help="messages between datacentres also pass the links inside")
     add = parser.add_argument_group("output of the simulation").add_argument
     add("--json", action="store_true", help="print JSON")
     add("--trace", type=Path, metavar="FILE.json", help="write a trace of the best plan, for Perfetto or Chrome")
@@ -77,7 +76,6 @@ def read_conditions(args: argparse.Namespace) -> dict[str, Any]:
         raise ConfigError(f"--jitter and --zipf: got {args.jitter:g} and {args.zipf}, wanted at least 0")
     return {
         "deviations": tuple(read_deviation(text) for text in args.slow),
-        "crosses_inner_links": args.switches,
         "zipf": args.zipf,
         "jitter": args.jitter,
     }

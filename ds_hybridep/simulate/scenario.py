@@ -36,13 +36,14 @@ class Deviation:
 class Scenario:
     """What is simulated: one step of a plan under given conditions.
 
+    A message between datacentres passes no link inside them: a GPU has one link to its neighbours and another one to
+    the world.
+
     cluster, layout, workload, rates, sync: as `stream_model.predict` takes them. `rates.overlap` is the factor on the
         rate of a flow while a rank that takes part in it computes.
     expert_load: weight of each expert, as in `plan.choices`, in place of the loads or skew of the workload.
     deviations: places that differ from their level.
     jitter: standard deviation of the logarithm of the seconds of each piece of computation, drawn by rank and piece.
-    crosses_inner_links: a message between datacentres also passes the links inside them, as in a tree of switches;
-        False: a GPU has one link to its neighbours and another one to the world.
     is_fair_to_flows: flows share a link equally; False: operations do, no matter how many flows they have.
     gathers_by_level: expert packets cross a slow level once per child; False: every rank sends directly to all others
         of its domain, as the paper counts it.
@@ -56,7 +57,6 @@ class Scenario:
     expert_load: tuple[float, ...] | None = None
     deviations: tuple[Deviation, ...] = ()
     jitter: float = 0.0
-    crosses_inner_links: bool = False
     is_fair_to_flows: bool = True
     gathers_by_level: bool = True
 

@@ -87,7 +87,6 @@ def simulate(scenario: Scenario, *, is_reduced: bool = True, traced_ranks: Seque
         ranks,
         Routing(tuple(chances[:num_levels]), pairs, tuple(chances[num_levels:])),
         classes,
-        crosses_inner_links=scenario.crosses_inner_links,
         is_fair_to_flows=scenario.is_fair_to_flows,
     )
     # One peer in each domain sends its rows here.

@@ -110,7 +110,7 @@ class Traffic:
 
 
 class TrafficMaker:
-    """Makes flows between classes of ranks; the last two arguments are those of `Scenario`."""
+    """Makes flows between classes of ranks; is_fair_to_flows is that of `Scenario`."""
 
     def __init__(
         self,
@@ -118,13 +118,12 @@ class TrafficMaker:
         routing: Routing,
         classes: RankClasses,
         *,
-        crosses_inner_links: bool = False,
         is_fair_to_flows: bool = True,
     ) -> None:
         self._ranks, self.cluster, self.classes = ranks, ranks.cluster, classes
         self._far = tuple(chance[classes.examples] for chance in routing.chances)
         self._near = tuple(chance[classes.examples] for chance in routing.near_chances)
-        self._crosses_inner_links, self._is_fair_to_flows = crosses_inner_links, is_fair_to_flows
+        self._is_fair_to_flows = is_fair_to_flows
         self._known: dict[Stage, Traffic] = {}
 
     @cached_property
@@ -194,7 +193,7 @@ class TrafficMaker:
         classes, num_levels = self.classes, len(self.cluster.sizes)
         flow, link, load = [], [], []
         for level in range(num_levels):
-            crossing = np.flatnonzero(at <= level if self._crosses_inner_links else at == level)
+            crossing = np.flatnonzero(at == level)
             for ends, counts, direction in ((src, num_sent, UP), (dst, num_received, DOWN)):
                 child = classes.child_of[level][ends[crossing]]
                 flow.append(crossing)
@@ -210,7 +209,7 @@ class TrafficMaker:
         edges = [math.prod(spans[:level]) * (spans[level] - 1) for level in range(num_levels)]
         edges[used[0]] += 1  # from the last rank back to the first
         link, load = [], []
-        for level in range(used[0], num_levels) if self._crosses_inner_links else used:
+        for level in used:
             of_level = np.arange(self.first_link[level], self.first_link[level + 1])
             link.append(of_level)
             load.append(np.full(len(of_level), math.prod(sizes[level + 1 :]) / math.prod(spans[level + 1 :])))

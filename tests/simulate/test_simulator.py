@@ -96,9 +96,7 @@ def test_one_rank_of_each_class_stands_for_all_of_them(case, data):
     load = data.draw(st.sampled_from([None, 1.5]))
     if load is not None:
         load = tuple(1.0 if expert % 3 else load for expert in range(workload.model.num_experts))
-    assumed = {
-        name: data.draw(st.booleans()) for name in ("crosses_inner_links", "is_fair_to_flows", "gathers_by_level")
-    }
+    assumed = {name: data.draw(st.booleans()) for name in ("is_fair_to_flows", "gathers_by_level")}
     scenario = scenario_of(
         cluster, layout, workload, dataclasses.replace(rates, overlap=data.draw(st.sampled_from([0.0, 0.3, 1.0]))),
         deviations=tuple(data.draw(st.lists(deviation, max_size=3))), expert_load=load, **assumed,
@@ -207,20 +205,6 @@ def test_jitter_is_the_same_every_time_and_costs_time():
     even = simulate(scenario_of(cluster, layout, toy())).step_s
     first, again = (simulate(scenario_of(cluster, layout, toy(), jitter=0.3)).step_s for _ in range(2))
     assert first == again > even
-
-
-def test_messages_in_a_tree_of_switches_pass_the_inner_links_too():
-    cluster = Cluster(tuple(dataclasses.replace(level, link=Link(1e7, 0.0)) for level in cluster_of(2, 2).levels))
-    layout = layout_of((2, 2), (1, 1))
-    beside = simulate(scenario_of(cluster, layout, toy()))
-    through = simulate(scenario_of(cluster, layout, toy(), crosses_inner_links=True))
-    assert through.step_s >= beside.step_s
-    inner = Cluster(
-        (cluster.levels[0], dataclasses.replace(cluster.levels[1], link=Link(2e6, 0.0)))
-    )  # three of a rank's four destinations are reached through its own link
-    beside = simulate(scenario_of(inner, layout, toy()))
-    through = simulate(scenario_of(inner, layout, toy(), crosses_inner_links=True))
-    assert through.terms_s["tokens_s"] > 1.4 * beside.terms_s["tokens_s"]
 
 
 def test_gathering_by_level_carries_a_packet_over_a_slow_link_once():
