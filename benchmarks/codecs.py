@@ -12,13 +12,14 @@ patch  bits and speed of patches of bf16 weights by learning rate, beside the en
 """
 
 import argparse
+import math
 import time
 from typing import Any
 
 import torch
 
 from benchmarks import losses, patches
-from benchmarks.common import Record, Records, table
+from benchmarks.common import Record, Records, codec_settings, table
 from benchmarks.losses import add_training_arguments, compare
 from benchmarks.training import Job
 from ds_hybridep.codecs import make_codec
@@ -103,7 +104,7 @@ def time_codecs(args: argparse.Namespace, records: Records) -> None:
     shape = tuple(args.shape)
     weights = torch.randn(shape, generator=torch.Generator().manual_seed(0))
     for name, spec in TIMED.items():
-        codec = make_codec(spec, kernels=args.kernels)
+        codec = make_codec(codec_settings(spec), kernels=args.kernels)
         mirror, state = torch.zeros(shape), codec.new_state(*shape)
         packets = codec.encode_update(weights, mirror, state)
         encode_s, decode_s = [], []
@@ -116,7 +117,8 @@ def time_codecs(args: argparse.Namespace, records: Records) -> None:
             encode_s.append(encoded_s - begin_s)
         records.add(
             {"name": name, "codec": spec, "shape": shape, "kernels": args.kernels}, case="codec_time",
-            ratio=codec.ratio(*shape[1:]), encode_update_ms=1e3 * min(encode_s), decode_add_ms=1e3 * min(decode_s),
+            ratio=4 * math.prod(shape[1:]) / codec.packet_bytes(*shape[1:]),
+            encode_update_ms=1e3 * min(encode_s), decode_add_ms=1e3 * min(decode_s),
         )  # fmt: skip
 
 

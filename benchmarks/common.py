@@ -25,6 +25,9 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from pydantic import TypeAdapter
+
+from ds_hybridep.config_codecs import CodecConfig, WeightCodec
 from ds_hybridep.lab.launcher import RankProcesses
 from ds_hybridep.lab.network import EmulatedNetwork, why_not_permitted
 from ds_hybridep.lab.topology import LinkSpec, Topology, parse_rate
@@ -40,6 +43,13 @@ T_95 = (
 )  # fmt: skip
 
 Record = dict[str, Any]
+
+
+def codec_settings(spec: Any) -> CodecConfig:
+    """The settings that a block's text or object for a codec means."""
+    settings: CodecConfig = TypeAdapter(WeightCodec).validate_python(spec)
+    return settings
+
 
 # ---- records ----
 

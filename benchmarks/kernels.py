@@ -24,7 +24,7 @@ from deepspeed.moe import ep_kernels
 from deepspeed.moe.sharded_moe import _sparse_decode, _sparse_encode
 from torch import Tensor
 
-from benchmarks.common import Record, Records, table
+from benchmarks.common import Record, Records, codec_settings, table
 from ds_hybridep.codecs import make_codec
 from ds_hybridep.errors import KernelBuildError
 from ds_hybridep.kernels import RoutePlan, load_kernels
@@ -204,7 +204,7 @@ def codec_cases(options: argparse.Namespace, kernels: Any) -> Iterator[Case]:
     weights = [torch.randn(shape, device="cuda") for _ in range(num_turns(num_elements * 8))]
     mirrors = [weight + 0.01 * torch.randn_like(weight) for weight in weights]
     for name, spec in CODECS.items():
-        pair = make_codec(spec, kernels="compiled"), make_codec(spec, kernels="reference")
+        pair = [make_codec(codec_settings(spec), kernels=kind) for kind in ("compiled", "reference")]
         states = {id(codec): codec.new_state(*shape, device="cuda") for codec in pair}
         # The fresh start of low rank comes once in many steps.
         packets, _ = (codec.encode(weights[0], states[id(codec)]) for codec in pair)

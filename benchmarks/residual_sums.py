@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.common import Record, Records, table
+from benchmarks.common import Record, Records, codec_settings, table
 from ds_hybridep.codecs import make_codec
 from ds_hybridep.config_codecs import recommended_codecs
 from ds_hybridep.sync.gradients import GradientMemory, StepChanges
@@ -46,7 +46,7 @@ def measure(spec: Any, kept: str, is_noisy: bool, num_steps: int) -> dict[str, f
     size = torch.exp(torch.rand(1, ROWS, COLS, generator=generator) * math.log(1e-4))
     mean = size * torch.sign(torch.randn(1, ROWS, COLS, generator=generator))
     part = PacketPart(torch.Size((ROWS, COLS)), 1, ((("w", 0), ROWS * COLS),), KEPT[kept])
-    codec, changes = make_codec(spec, kernels="auto"), StepChanges()
+    codec, changes = make_codec(codec_settings(spec)), StepChanges()
     layout, home = MessageLayout(codec, (part,)), Home(torch.device("cpu"))
     sender = GradientMemory("measured", (codec,), home, changes, 0)
     receiver = GradientMemory("measured", (codec,), home, StepChanges(), 1)

@@ -7,14 +7,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, StringConstraints, TypeAdapter, ValidationError, ValidationInfo, model_validator
+from pydantic import Field, StringConstraints, ValidationError, ValidationInfo, model_validator
 
 from ds_hybridep.config_codecs import (
     AUTO_CODEC,
     IDENTITY,
     PATCH,
-    AnyCodec,
-    CodecConfig,
     CodecSet,
     GradientCodec,
     OpenGradientCodec,
@@ -28,15 +26,13 @@ from ds_hybridep.config_codecs import (
 )
 from ds_hybridep.config_messages import MINIMAL_BLOCK, cut, explain, shown
 from ds_hybridep.errors import ConfigError
-from ds_hybridep.plan.cluster import Cluster, Level, Link, divisors
+from ds_hybridep.plan.cluster import BITS_PER_BYTE, MS_PER_S, Cluster, Level, Link, divisors
 from ds_hybridep.plan.models import parser_of
 from ds_hybridep.plan.row_format import RowFormat
 
 AUTO = "auto"
 
-BITS_PER_BYTE = 8
 BITS_PER_GBIT = 1e9
-MS_PER_S = 1e3
 
 MAX_CHILDREN = 1_000_000  # of a parent: more is a mistake, and finding their divisors would take long
 
@@ -386,15 +382,3 @@ def _read_cluster_file(name: str, base_dir: str | Path) -> tuple[Path, object]:
                 f"settings to the hybridep block"
             )
     return path, content["levels"]
-
-
-def parse_codec(spec: object, *, where: str) -> CodecConfig:
-    """The checked settings of a codec for experts.  Raises ConfigError whose key path begins with `where`."""
-    try:
-        return _WEIGHT_CODEC.validate_python(spec)
-    except ValidationError as error:
-        message = explain(error, spec, where)
-    raise ConfigError(message)
-
-
-_WEIGHT_CODEC: TypeAdapter[AnyCodec] = TypeAdapter(WeightCodec)

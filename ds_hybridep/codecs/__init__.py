@@ -11,20 +11,15 @@ The owner's side and a replica's side of one weight:
 Legend: n tensors of one shape [rows, cols]; L = rows * cols elements.
 """
 
-from ds_hybridep.codecs.interface import Codec, CodecState, PacketOrder, sequence_of
-from ds_hybridep.codecs.packet import non_finite
+from ds_hybridep.codecs.interface import Codec, CodecState, PacketOrder
 from ds_hybridep.codecs.patch import Patch
 from ds_hybridep.codecs.registry import make_codec, make_weight_codec
-from ds_hybridep.plan.packets import HEADER_BYTES
 
 __all__ = [
-    "HEADER_BYTES",
     "Codec",
     "CodecState",
     "PacketOrder",
     "Patch",
     "make_codec",
     "make_weight_codec",
-    "non_finite",
-    "sequence_of",
 ]

@@ -1,24 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
 """Makes codec objects from their settings."""
 
-from collections.abc import Mapping
 from typing import Any
 
 from ds_hybridep.codecs.blockwise import Blockwise
 from ds_hybridep.codecs.interface import Codec
 from ds_hybridep.codecs.low_rank import LowRank
 from ds_hybridep.codecs.patch import Patch
-from ds_hybridep.config import parse_codec
 from ds_hybridep.config_codecs import PATCH, CodecConfig, LowRankConfig
 from ds_hybridep.kernels import Mode
 
 
-def make_codec(spec: str | Mapping[str, Any] | CodecConfig, *, kernels: Mode = "auto") -> Codec:
-    """Make the codec that `spec` describes: a name, an object with "type" and that type's options, or its settings.
+def make_codec(config: CodecConfig, *, kernels: Mode = "auto") -> Codec:
+    """Make the codec of these settings.
 
     kernels: "compiled" and "reference" insist on one implementation, "auto" prefers the compiled one.
     """
-    config = spec if isinstance(spec, CodecConfig) else parse_codec(spec, where="codec")
     kind: Any = LowRank if isinstance(config, LowRankConfig) else Blockwise
     made: Codec = kind(config=config, kernels=kernels)
     return made

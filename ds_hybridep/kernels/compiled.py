@@ -8,7 +8,7 @@ addresses, sizes and type codes.
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, ClassVar, get_args
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -63,7 +63,7 @@ class CompiledKernels:
         self._rows = extension  # what moves and sums rows
 
     def plan_routes(self, topk_idx: Tensor, expert_to_destination: Tensor, num_destinations: int) -> RoutePlan:
-        sizes = plan_sizes(topk_idx, expert_to_destination, num_destinations)
+        sizes = sizes_of("plan_routes", *"TKE", topk_idx=topk_idx, expert_to_destination=expert_to_destination)
         num_tokens, top_k, _ = sizes
         self._device_of(topk_idx=topk_idx, expert_to_destination=expert_to_destination)
         extension = self.extension
@@ -93,8 +93,7 @@ class CompiledKernels:
         return out
 
     def quantise_rows(self, x: Tensor, row_to_token: Tensor, row_format: RowFormat) -> Tensor:
-        require_format(row_format)
-        sizes = sizes_of("quantise_rows", *"TRD", x=x, row_to_token=row_to_token)
+        sizes = sizes_of("dispatch_rows", *"TRD", x=x, row_to_token=row_to_token)
         x_type, code = _type_code("x", x.dtype), FORMAT_CODES[row_format]
         device = self._device_of(x=x, row_to_token=row_to_token)
         records = torch.empty((len(row_to_token), record_bytes(x.shape[1])), dtype=torch.uint8, device=device)
@@ -103,12 +102,12 @@ class CompiledKernels:
         return records
 
     def dequantise_rows(self, records: Tensor, hidden: int, row_format: RowFormat, dtype: torch.dtype) -> Tensor:
-        num_rows = dequantise_sizes(records, hidden, row_format, dtype)
+        require_records(records, hidden)
         out_type, code = _type_code("dtype", dtype), FORMAT_CODES[row_format]
         device = self._device_of(records=records)
-        out = torch.empty((num_rows, hidden), dtype=dtype, device=device)
+        out = torch.empty((len(records), hidden), dtype=dtype, device=device)
         with self.lane(device) as lane:
-            call(self._rows.dequantise_rows, records, num_rows, hidden, code, lane, out, out_type)
+            call(self._rows.dequantise_rows, records, len(records), hidden, code, lane, out, out_type)
         return out
 
     def combine_rows(
@@ -181,17 +180,15 @@ def _threads(device: torch.device) -> AbstractContextManager[int]:
     return nullcontext(torch.get_num_threads())
 
 
-# --- Checks of shapes and dtypes: ValueError or TypeError ------------------------------------------------------------
+# --- Checks of shapes and dtypes: a wrong one would make the extension read memory that is not the tensor's ----------
 
-FLOATING = "a floating point dtype"
 # Of each operation's tensors: a letter for each dimension, and the dtype; None for any.
-ARGUMENTS: dict[str, dict[str, tuple[str, torch.dtype | str | None]]] = {
+ARGUMENTS: dict[str, dict[str, tuple[str, torch.dtype | None]]] = {
     "plan_routes": {"topk_idx": ("TK", torch.int32), "expert_to_destination": ("E", torch.int32)},
     "dispatch_rows": {"x": ("TD", None), "row_to_token": ("R", torch.int64)},
-    "quantise_rows": {"x": ("TD", FLOATING), "row_to_token": ("R", torch.int64)},
-    "combine_rows": {"rows": ("RD", FLOATING), "slot_to_row": ("TK", torch.int64), "weights": ("TK", torch.float32)},
+    "combine_rows": {"rows": ("RD", None), "slot_to_row": ("TK", torch.int64), "weights": ("TK", torch.float32)},
 }
-ARGUMENTS["combine_rows_backward"] = {**ARGUMENTS["combine_rows"], "grad": ("TD", FLOATING)}
+ARGUMENTS["combine_rows_backward"] = {**ARGUMENTS["combine_rows"], "grad": ("TD", None)}
 
 
 def sizes_of(operation: str, *dims: str, **tensors: Tensor | None) -> list[int]:
@@ -209,45 +206,19 @@ def sizes_of(operation: str, *dims: str, **tensors: Tensor | None) -> list[int]:
             given = ", ".join(f"{letter} = {sizes[letter]}" for letter in letters if letter in sizes)
             wanted = f"[{', '.join(letters)}]" + (f" with {given}" if given else "")
             raise ValueError(f"{name}: got shape {tuple(shape)}, wanted {wanted}")
-        if dtype is not tensor.dtype:
-            _require_dtype(name, tensor.dtype, dtype)
+        if dtype not in (None, tensor.dtype):
+            raise TypeError(f"{name}: got {tensor.dtype}, wanted {dtype}")
     return [sizes[letter] for letter in dims]
 
 
-def plan_sizes(topk_idx: Tensor, expert_to_destination: Tensor, num_destinations: int) -> list[int]:
-    """Check a call of plan_routes, and return T, K and E."""
-    sizes = sizes_of("plan_routes", *"TKE", topk_idx=topk_idx, expert_to_destination=expert_to_destination)
-    if sizes[1] < 1:
-        raise ValueError(f"topk_idx: got shape {tuple(topk_idx.shape)}, wanted [T, K] with K of 1 or more")
-    if num_destinations < 1:
-        raise ValueError(f"num_destinations: got {num_destinations}, wanted 1 or more")
-    return sizes
-
-
-def dequantise_sizes(records: Tensor, hidden: int, row_format: RowFormat, dtype: torch.dtype) -> int:
-    """Check a call of dequantise_rows, and return R."""
-    if hidden < 0:
-        raise ValueError(f"hidden: got {hidden}, wanted 0 or more")
-    if records.dim() != 2 or records.shape[1] != record_bytes(hidden):
-        wanted = record_bytes(hidden)
-        raise ValueError(f"records: got shape {tuple(records.shape)}, wanted [R, {wanted}] for rows of {hidden}")
-    _require_dtype("records", records.dtype, torch.uint8)
-    _require_dtype("dtype", dtype, FLOATING)
-    require_format(row_format)
-    return records.shape[0]
+def require_records(records: Tensor, hidden: int) -> None:
+    """Raise ValueError unless records are [R, record_bytes(hidden)] uint8."""
+    num_bytes = record_bytes(hidden)
+    if records.dtype != torch.uint8 or records.dim() != 2 or records.shape[1] != num_bytes:
+        got = f"{records.dtype} {tuple(records.shape)}"
+        raise ValueError(f"records: got {got}, wanted torch.uint8 [R, {num_bytes}] for rows of {hidden}")
 
 
 def require_contiguous(name: str, tensor: Tensor) -> None:
     if not tensor.is_contiguous():
         raise ValueError(f"{name}: strides {tensor.stride()} are not contiguous; pass {name}.contiguous()")
-
-
-def _require_dtype(name: str, dtype: torch.dtype, wanted: torch.dtype | str | None) -> None:
-    if wanted is None or dtype == wanted or (wanted is FLOATING and dtype.is_floating_point):
-        return
-    raise TypeError(f"{name}: got {dtype}, wanted {wanted}")
-
-
-def require_format(row_format: str) -> None:
-    if row_format not in get_args(RowFormat):
-        raise ValueError(f"row_format: got {row_format!r}, wanted one of {', '.join(get_args(RowFormat))}")

@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from ds_hybridep.kernels.compiled import CompiledKernels, Lane, RoutePlan, call, plan_sizes
+from ds_hybridep.kernels.compiled import CompiledKernels, Lane, RoutePlan, call, sizes_of
 
 ROW_OPERATIONS = ("dispatch_rows", "quantise_rows", "dequantise_rows", "combine_rows", "combine_rows_backward")
 
@@ -45,7 +45,7 @@ class CudaKernels(CompiledKernels):
 
     def plan_routes(self, topk_idx: Tensor, expert_to_destination: Tensor, num_destinations: int) -> RoutePlan:
         """Make the plan on the device, with room for the most rows there can be; only counts go to the host."""
-        sizes = plan_sizes(topk_idx, expert_to_destination, num_destinations)
+        sizes = sizes_of("plan_routes", *"TKE", topk_idx=topk_idx, expert_to_destination=expert_to_destination)
         num_tokens, top_k, num_experts = sizes
         device = self._device_of(topk_idx=topk_idx, expert_to_destination=expert_to_destination)
         room = num_tokens * min(top_k, num_destinations)

@@ -43,7 +43,8 @@ class ReferenceKernels:
         topk_idx: [T, K] int32, expert of each slot; negative if the slot was dropped.
         expert_to_destination: [E] int32, in 0..N-1; negative if this plan does not route the expert.
         """
-        num_tokens, top_k, num_experts = compiled.plan_sizes(topk_idx, expert_to_destination, num_destinations)
+        tensors = {"topk_idx": topk_idx, "expert_to_destination": expert_to_destination}
+        num_tokens, top_k, num_experts = compiled.sizes_of("plan_routes", *"TKE", **tensors)
         nowhere = num_destinations  # a destination past all others, for slots that are not routed
 
         # 1. Destination of every slot.  Dropped slots read the entry appended to the map.
@@ -106,8 +107,7 @@ class ReferenceKernels:
         x: [T, D] floating point.  Elements beyond the range of fp32 count as inf.
         row_to_token: as in `dispatch_rows`.
         """
-        compiled.require_format(row_format)
-        num_tokens, num_rows, hidden = compiled.sizes_of("quantise_rows", *"TRD", x=x, row_to_token=row_to_token)
+        num_tokens, num_rows, hidden = compiled.sizes_of("dispatch_rows", *"TRD", x=x, row_to_token=row_to_token)
         _require_index("row_to_token", row_to_token, num_tokens, "tokens", may_be_negative=False)
         padded = torch.nn.functional.pad(x.index_select(0, row_to_token).float(), (0, -hidden % SCALE_BLOCK))
         blocks = padded.view(num_rows, num_scales(hidden), SCALE_BLOCK)
@@ -126,7 +126,7 @@ class ReferenceKernels:
         Elements are code times scale, at most the largest finite number of the floating point `dtype`.  Without this
         bound, a finite element near the largest number of its dtype could round to inf.
         """
-        compiled.dequantise_sizes(records, hidden, row_format, dtype)
+        compiled.require_records(records, hidden)
         code_dtype = torch.float8_e4m3fn if row_format == "fp8" else torch.int8
         codes = records[:, :hidden].contiguous().view(code_dtype).to(torch.promote_types(dtype, torch.float32))
         exponents = records[:, hidden : hidden + num_scales(hidden)]

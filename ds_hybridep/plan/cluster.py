@@ -8,6 +8,10 @@ from typing import Any
 
 from ds_hybridep.errors import PlanError
 
+# People write Gbit/s and ms; everything in here is in bytes and seconds.
+BITS_PER_BYTE = 8
+MS_PER_S = 1e3
+
 # Assumed for unknown bandwidths: 10 Gbit/s Ethernet between DCs as on the paper's machines, times 8 for each level.
 ASSUMED_SLOWEST_BYTES_PER_S = 1.25e9
 ASSUMED_SPEEDUP_PER_LEVEL = 8.0

@@ -8,13 +8,14 @@ from functools import partial
 
 import pytest
 import torch
-from codec_cases import SHAPES, SPECS, assert_same_bits, normal, tensors
+from codec_cases import SHAPES, SPECS, assert_same_bits, make_codec, normal, tensors
 from cuda_emulation import load_emulated_codecs
 from hypothesis import given, settings
 from on_device import on_cuda
 
-from ds_hybridep.codecs import interface, make_codec, non_finite
+from ds_hybridep.codecs import interface
 from ds_hybridep.codecs.low_rank import divide_by_gram, orthonormal
+from ds_hybridep.codecs.packet import non_finite
 from ds_hybridep.errors import PacketError
 from ds_hybridep.kernels import Source, build
 from ds_hybridep.kernels import codecs as codecs_module

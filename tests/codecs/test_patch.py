@@ -10,11 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from on_device import on_cuda
 
-from ds_hybridep.codecs import HEADER_BYTES, Patch
+from ds_hybridep.codecs import Patch
 from ds_hybridep.codecs import patch as patch_module
 from ds_hybridep.codecs import patch_format as form
 from ds_hybridep.errors import PacketError
 from ds_hybridep.kernels import build
+from ds_hybridep.plan.packets import HEADER_BYTES
 
 pytestmark = pytest.mark.timeout(300)
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from codec_cases import make_codec
 from deepspeed import comm as dist
 from estimate import needs_of_model
 from marks import slow
@@ -33,7 +34,6 @@ from training import (
 )
 
 import ds_hybridep
-from ds_hybridep.codecs import make_codec
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(180)]
 

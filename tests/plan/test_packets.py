@@ -4,12 +4,12 @@
 import math
 
 import pytest
+from codec_cases import settings_of
 from hypothesis import given
 from hypothesis import strategies as st
 from plan_cases import SETTINGS
 
 from ds_hybridep.codecs import make_codec
-from ds_hybridep.config import parse_codec
 from ds_hybridep.errors import PlanError
 from ds_hybridep.plan.codec_costs import PATCH_RATIOS, codec_cost, patch_cost, patch_ratio
 from ds_hybridep.plan.packets import packets_of
@@ -30,7 +30,7 @@ shapes = st.lists(
 
 @given(st.sampled_from(SETTINGS), st.integers(1, 3000), st.integers(1, 3000))
 def test_packets_have_the_size_of_the_codecs(spec, rows, cols):
-    config = parse_codec(spec, where="codec")
+    config = settings_of(spec)
     codec = make_codec(config)
     assert packets_of(config.model_dump()).packet_bytes(rows, cols) == codec.packet_bytes(rows, cols)
 
@@ -41,7 +41,7 @@ def test_parts_and_bytes_of_messages_are_those_of_flat_buffers(tensors, num_slot
     spans = [whole(str(index), shape) for index, shape in enumerate(tensors)]
     total = sum(span.num_elements for span in spans)
     bounds = sorted(data.draw(st.lists(st.integers(0, total), min_size=num_slots - 1, max_size=num_slots - 1)))
-    config = parse_codec(spec, where="codec")
+    config = settings_of(spec)
     for slot in (*cut(spans, [*bounds, total]), *cut(spans, even_bounds(spans, num_slots))):
         parts = flat.parts_of(slot)
         assert parts_of(slot) == tuple((part.num_experts, part.rows, part.cols) for part in parts)
@@ -75,7 +75,7 @@ def test_codecs_of_higher_rank_are_taken_to_be_slower():
     """Memory bounds blocks; products bound a high rank."""
     parts = [(8, 2048, 768)]
     block, few, many = (
-        codec_cost(parse_codec(spec, where="codec").model_dump(), parts, 2)
+        codec_cost(settings_of(spec).model_dump(), parts, 2)
         for spec in ("int4", {"type": "low_rank", "ratio": 1000}, {"type": "low_rank", "ratio": 10})
     )
     assert block.encode_bytes_per_s > few.encode_bytes_per_s > many.encode_bytes_per_s

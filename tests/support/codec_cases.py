@@ -3,6 +3,10 @@
 
 import torch
 from hypothesis import strategies as st
+from pydantic import TypeAdapter
+
+from ds_hybridep import codecs
+from ds_hybridep.config_codecs import WeightCodec
 
 BALANCED = {"type": "low_rank", "factors": "log4", "weighting": "rms"}
 SPECS = {
@@ -21,6 +25,20 @@ SPECS = {
 
 # Even and odd lengths, one block and many, less than a block, vectors, and nothing at all.
 SHAPES = [(2, 48, 80), (3, 1, 70), (1, 5, 7), (2, 33, 17), (1, 1, 1), (2, 7, 1), (0, 8, 8), (2, 0, 5), (1, 3, 0)]
+
+
+def settings_of(spec):
+    """The settings that a block's text or object for a codec means."""
+    return TypeAdapter(WeightCodec).validate_python(spec)
+
+
+def make_codec(spec, *, kernels="auto"):
+    return codecs.make_codec(settings_of(spec), kernels=kernels)
+
+
+def ratio_of(codec, rows, cols, dtype=torch.float32):
+    """Bytes of [rows, cols] over those of its packet, header included."""
+    return rows * cols * dtype.itemsize / codec.packet_bytes(rows, cols)
 
 
 def normal(*shape, seed=0, scale=1.0):
