@@ -11,9 +11,9 @@ from typing import Any
 from ds_hybridep.config import parse_config
 from ds_hybridep.config_codecs import PATCH, CodecConfig, recommended_codecs
 from ds_hybridep.errors import ConfigError
-from ds_hybridep.lab.topology import parse_duration
+from ds_hybridep.lab.topology import parse_duration, parse_number
 from ds_hybridep.plan.choices import skewed_loads
-from ds_hybridep.plan.cluster import Cluster, Level
+from ds_hybridep.plan.cluster import BITS_PER_BYTE, Cluster, Level
 from ds_hybridep.plan.codec_costs import DEFAULT_LEARNING_RATE, codec_cost, patch_cost
 from ds_hybridep.plan.costs import expert_parts
 from ds_hybridep.plan.layout import BY_DEEPSPEED, EXACT, CodecCost, ExpertGroup, LevelCodecs, Rates, SyncModel
@@ -22,14 +22,12 @@ from ds_hybridep.plan.models import read_model_file, ready_names
 from ds_hybridep.plan.packets import Part
 from ds_hybridep.plan.question import Question
 from ds_hybridep.plan.slots import Shape, part_of
-from ds_hybridep.plan.summary import RECOMMENDED
+from ds_hybridep.plan.summary import GIGA, RECOMMENDED
 from ds_hybridep.plan.workload import DTYPE_BYTES, MoEModel, Workload
 
-BITS_PER_BYTE = 8
 BITS_PER_UNIT = {
     "kbit": 1e3, "mbit": 1e6, "gbit": 1e9, "tbit": 1e12, "kbps": 1e3, "mbps": 1e6, "gbps": 1e9, "tbps": 1e12,
 }  # fmt: skip
-GIGA = 1e9
 TERA = 1e12
 DEFAULT_TFLOPS = 990.0  # of an H100 in bf16, dense
 DEFAULT_MFU = 0.4
@@ -179,11 +177,10 @@ def read_cluster(args: argparse.Namespace) -> Cluster:
 
 def parse_bits_per_s(text: str, argument: str) -> float:
     """Parses a rate such as "10gbps" or "200mbit" to bits/s.  Raises ConfigError for other text, also for bytes/s."""
-    match = re.fullmatch(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([A-Za-z]+)\s*", text)
-    unit = "" if match is None else match[2].lower()
-    if match is None or unit not in BITS_PER_UNIT or float(match[1]) <= 0 or match[2].endswith("Bps"):
+    bits_per_s = parse_number(text, BITS_PER_UNIT)
+    if not bits_per_s or "Bps" in text:
         raise ConfigError(f"{argument}: got '{text}', wanted bits per second, as in 10gbps or 200mbit")
-    return float(match[1]) * BITS_PER_UNIT[unit]
+    return bits_per_s
 
 
 def read_workload(args: argparse.Namespace, content: Mapping[str, Any], model: MoEModel) -> Workload:

@@ -283,7 +283,6 @@ class Replicas(Places):
 
 
 def _parts_of(replicas: Replicas, slot: int) -> tuple[PacketPart, ...]:
-    """Return the parts of the messages of a slot."""
     num_local, first = replicas.layout.num_local, replicas.expert_ids(slot).start
     return tuple(
         PacketPart(

@@ -46,7 +46,7 @@ def _num_rows(replicas: Replicas) -> int:
 
 
 def _is_right(replicas: Replicas, tables: dict[int, Tensor], slot: int, other: int) -> bool:
-    """Return True if the rank of slot `other` holds the weights of `slot` that the owner has.
+    """Return True if the rank of slot `other` holds the owner's weights of `slot`.
 
     Of slots that are not near to it, it holds the hot experts of a rank to which they are near.
     """

@@ -25,11 +25,11 @@ from torch import Tensor, nn
 
 from ds_hybridep.errors import ConfigError, UnsupportedError
 from ds_hybridep.experts.partitioned import is_partitioned
+from ds_hybridep.export.checkpoint import FACTOR_FILES
 from ds_hybridep.integration.autoep import experts_of
 
 # By parameter of Hugging Face: the weights of AutoEP that make up its rows, from first to last.
 PARTS = {"gate_up_proj": ("w1", "w3"), "down_proj": ("w2",)}
-FILES = "hybridep_expert_adapters_*.pt"
 _MARKS = ("allreduce", "group_name", "ds_zero_placement_family", "ds_zero_partition_group_name")
 
 
@@ -184,7 +184,7 @@ def save(layers: Mapping[str, Any], folder: Path, step: int) -> None:
         for name, layer in layers.items()
     }
     folder.mkdir(parents=True, exist_ok=True)
-    path = folder / FILES.replace("*", f"{first.ep_rank:05d}")
+    path = folder / FACTOR_FILES.replace("*", f"{first.ep_rank:05d}")
     torch.save(record, path.with_suffix(".partial"))
     os.replace(path.with_suffix(".partial"), path)
 
@@ -193,7 +193,7 @@ def load(layers: Mapping[str, Any], folder: Path) -> None:
     """Read the files that `save` wrote on all ranks; each rank may own another number of experts than before."""
     found: dict[tuple[str, str, int], Tensor] = {}
     steps: dict[int, str] = {}
-    for path in sorted(folder.glob(FILES)):
+    for path in sorted(folder.glob(FACTOR_FILES)):
         for name, entry in torch.load(path, weights_only=True, map_location="cpu", mmap=True).items():
             steps[entry.get("step", -1)] = path.name
             for key, values in entry["factors"].items():
@@ -206,7 +206,7 @@ def load(layers: Mapping[str, Any], folder: Path) -> None:
             for place, expert in zip(parameter.detach(), own, strict=True):
                 if (name, key, expert) not in found:
                     raise ConfigError(
-                        f"{name}: {folder} has no {key} of expert {expert}; it needs the files {FILES} of a "
+                        f"{name}: {folder} has no {key} of expert {expert}; it needs the files {FACTOR_FILES} of a "
                         f"checkpoint of this model with its adapters, on all nodes"
                     )
                 place.copy_(found[name, key, expert])

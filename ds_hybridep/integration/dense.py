@@ -24,8 +24,8 @@ from ds_hybridep.integration.log import log_dist
 from ds_hybridep.integration.norms import GradientNorms
 from ds_hybridep.integration.patches import BF16_MODULE, ENGINE, ZERO_MODULE, ZERO_OPTIMIZER, Patches
 from ds_hybridep.plan.partition import Partition
+from ds_hybridep.plan.slots import Span, cut, whole
 from ds_hybridep.sync.dense import GroupSync
-from ds_hybridep.sync.flat import Span, cut, whole
 from ds_hybridep.transport.job import group_ranks
 
 DENSE = "dense parameters"

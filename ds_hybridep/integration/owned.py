@@ -18,8 +18,8 @@ from deepspeed.utils import groups
 from torch import Tensor
 
 from ds_hybridep.errors import UnsupportedError
+from ds_hybridep.plan.slots import Span, cut, whole
 from ds_hybridep.sites.packets import OwnedSlice
-from ds_hybridep.sync.flat import Span, cut, whole
 from ds_hybridep.transport.inside import share
 from ds_hybridep.transport.job import group_ranks, own_rank
 
@@ -219,7 +219,6 @@ def _by_group(engine: Any) -> Iterator[tuple[Any, bool, list[Any]]]:
 
 
 def _masters_of(owned: Owned) -> tuple[list[OwnedSlice], Callable[[], None]]:
-    """Return what `Owned.masters` promises."""
     optimizer, slices = owned._optimizer, []
     if owned._kind is _of_zero_12:
         for index, parameters in enumerate(optimizer.params_in_partition):

@@ -38,7 +38,6 @@ OPTIMIZER = "torch.optim:Optimizer"
 SAVED_TENSORS = "torch.autograd.graph:saved_tensors_hooks"
 TORCH_CHECKPOINTING = "torch.utils.checkpoint:CheckpointFunction"
 DEEPSPEED_CHECKPOINTING = "deepspeed.runtime.activation_checkpointing.checkpointing:CheckpointFunction"
-WORLD = "torch.distributed.distributed_c10d:_World"
 TRAINER = "transformers.trainer:Trainer"
 TRANSFORMERS_OUTPUTS = "transformers.utils.output_capturing"
 

@@ -239,7 +239,6 @@ class SiteExchange(Epochs):
         return state if self._inside.all(state is not None) else None
 
     def _restore(self, state: bytes) -> None:
-        """Load the state of another site."""
         more = owned.restore(self._engine, state)
         if self._local is not None:
             self._local.load_state_dict(more)

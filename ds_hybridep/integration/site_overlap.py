@@ -18,9 +18,9 @@ from torch import Tensor
 from ds_hybridep.integration.owned import Owned
 from ds_hybridep.integration.patches import ZERO_OPTIMIZER, Patches
 from ds_hybridep.kernels import Kernels
+from ds_hybridep.plan.slots import Span
 from ds_hybridep.sites.exchange import Crossing
 from ds_hybridep.sites.packets import OwnedSlice, Packets
-from ds_hybridep.sync.flat import Span
 
 
 @dataclass(frozen=True)

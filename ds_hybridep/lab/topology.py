@@ -96,7 +96,7 @@ def parse_rate(text: str, argument: str) -> float:
 
     Raises ConfigError for anything else, also for "mbps", which some programs read as bits and tc as bytes.
     """
-    bits_per_s = _number(text, BITS_PER_UNIT)
+    bits_per_s = parse_number(text, BITS_PER_UNIT)
     if bits_per_s is None:
         raise ConfigError(f"{argument}: got '{text}', wanted a number and bit, kbit, mbit or gbit, as in 200mbit")
     check_rate(bits_per_s, argument)
@@ -111,7 +111,7 @@ def check_rate(bits_per_s: float | None, argument: str) -> None:
 
 def parse_duration(text: str, argument: str) -> float:
     """Seconds of "10ms", "250us", "1.5s" or "2min". Raises ConfigError for anything else; only 0 needs no unit."""
-    seconds = _number(text, SECONDS_PER_UNIT)
+    seconds = parse_number(text, SECONDS_PER_UNIT)
     if seconds is None and text.strip() != "0":
         raise ConfigError(f"{argument}: got '{text}', wanted a number and us, ms, s or min, as in 10ms")
     return seconds or 0.0
@@ -119,12 +119,13 @@ def parse_duration(text: str, argument: str) -> float:
 
 def parse_share(text: str, argument: str) -> float:
     """The share that "1%" describes. Raises ConfigError for anything else."""
-    share = _number(text, {"%": 0.01})
+    share = parse_number(text, {"%": 0.01})
     if share is None:
         raise ConfigError(f"{argument}: got '{text}', wanted a percentage of the frames, as in 1%")
     return share
 
 
-def _number(text: str, units: dict[str, float]) -> float | None:
+def parse_number(text: str, units: dict[str, float]) -> float | None:
+    """A number with one of these units, in any case, as in "1.5 ms"; None for anything else."""
     match = NUMBER_AND_UNIT.fullmatch(text)
     return None if match is None or match[2].lower() not in units else float(match[1]) * units[match[2].lower()]

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from ds_hybridep.plan.cluster import Level, known_or_assumed_bandwidths
+from ds_hybridep.plan.cluster import BITS_PER_BYTE, MS_PER_S, Level, known_or_assumed_bandwidths
 from ds_hybridep.plan.hot_gain import hot_gain
 from ds_hybridep.plan.layout import EXACT, Layout
 from ds_hybridep.plan.memory import Memory
@@ -14,8 +14,6 @@ from ds_hybridep.plan.question import Question
 from ds_hybridep.plan.rivals import Alternative
 
 GIGA = 1e9
-BITS_PER_BYTE = 8
-MS_PER_S = 1e3
 MAX_ROWS = 8  # rows of a table for plans that lost
 RECOMMENDED = "recommended"  # name of a set of codecs; a block asks for the set by this name
 

@@ -13,11 +13,10 @@ from ds_hybridep.plan.layout import Layout
 from ds_hybridep.plan.planner import make_plan
 from ds_hybridep.plan.question import Question
 from ds_hybridep.plan.rivals import without_domains
-from ds_hybridep.plan.summary import aligned
+from ds_hybridep.plan.summary import GIGA, aligned
 from ds_hybridep.simulate.scenario import Scenario
 from ds_hybridep.simulate.simulator import SimulatedStep, simulate
 
-GIGA = 1e9
 MICRO = 1e6
 WAITS = ("tokens_s", "expert_weights_s", "expert_gradients_s", "dense_sync_s", "expert_sync_s")  # for the network
 

@@ -272,7 +272,6 @@ class Engine:
     # ---- flows ----
 
     def _share_links(self) -> None:
-        """Compute the rates of all flows under way."""
         self._is_stale = False
         self._active = [progress for progress in self._active if progress.is_flowing.any()]
         active = [(progress.operation.flows, progress.is_flowing) for progress in self._active]

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ds_hybridep.plan.slots import Span
 from ds_hybridep.sites.packets import OwnedSlice
-from ds_hybridep.sync.flat import Span
 from ds_hybridep.sync.home import Home
 
 RATE, MOMENTUM = 0.7, 0.9

@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 
 from ds_hybridep.codecs import Codec, PacketOrder, Patch
+from ds_hybridep.plan.slots import Span
 from ds_hybridep.sync.counters import CodecCounters
 from ds_hybridep.sync.feedback import Feedback
-from ds_hybridep.sync.flat import Span, parts_of, split
+from ds_hybridep.sync.flat import parts_of, split
 from ds_hybridep.sync.gradients import GradientMemory
 from ds_hybridep.sync.home import Home
 from ds_hybridep.sync.messages import NARROW, MessageLayout, PacketPart, load_states

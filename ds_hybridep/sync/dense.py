@@ -25,9 +25,10 @@ from torch import Tensor
 
 from ds_hybridep.errors import VerificationError
 from ds_hybridep.plan.partition import Partition
+from ds_hybridep.plan.slots import Span, cut, even_bounds, whole
 from ds_hybridep.sync.buffers import HeldSum, ParameterCodecs
 from ds_hybridep.sync.feedback import Encoding, Feedback
-from ds_hybridep.sync.flat import Span, cut, even_bounds, split, whole
+from ds_hybridep.sync.flat import split
 from ds_hybridep.sync.gradients import StepChanges
 from ds_hybridep.sync.memory import CodecMemory
 from ds_hybridep.sync.messages import NARROW, PacketPart
@@ -209,7 +210,7 @@ class GroupSync:
             return
         own = torch.stack(list(checksums)).cpu().reshape(-1)
         table = own.new_empty(self.num_slots, own.numel())
-        self.all_gather(table, own)
+        self.start_all_gather(table, own)()
         wrong = [index for index, row in enumerate(table) if not torch.equal(row, table[0])]
         if wrong:
             raise VerificationError(
@@ -286,12 +287,6 @@ class GroupSync:
         self._run(Gather(FlatSlots(self, values, results), self._purposes[1], messages, held, is_exact=False))
 
     # -- parameters -------------------------------------------------------------------------------------------------
-
-    def all_gather(
-        self, output: Tensor, own: Tensor, before: Tensor | None = None, spans: Sequence[Span] = ()
-    ) -> None:
-        """Call `start_all_gather` and wait for the end."""
-        self.start_all_gather(output, own, before, spans)()
 
     def start_all_gather(
         self, output: Tensor, own: Tensor, before: Tensor | None = None, spans: Sequence[Span] = ()

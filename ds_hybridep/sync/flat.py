@@ -8,12 +8,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-from ds_hybridep.plan.slots import MIN_MATRIX as MIN_MATRIX
-from ds_hybridep.plan.slots import Span as Span
-from ds_hybridep.plan.slots import cut as cut
-from ds_hybridep.plan.slots import even_bounds as even_bounds
-from ds_hybridep.plan.slots import shapes_of
-from ds_hybridep.plan.slots import whole as whole
+from ds_hybridep.plan.slots import Span, shapes_of
 from ds_hybridep.sync.messages import PacketPart, Piece
 
 

@@ -8,10 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ds_hybridep.plan.slots import Span, cut, even_bounds
 from ds_hybridep.sync.buffers import ParameterCodecs
 from ds_hybridep.sync.counters import CodecCounters, CodecSums
 from ds_hybridep.sync.feedback import Encoding, Feedback
-from ds_hybridep.sync.flat import Span, cut, even_bounds, hash_of, parts_of
+from ds_hybridep.sync.flat import hash_of, parts_of
 from ds_hybridep.sync.gradients import GradientMemory, StepChanges
 from ds_hybridep.sync.home import Home
 

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from ds_hybridep.codecs import Codec, CodecState
+from ds_hybridep.plan.packets import ALIGNMENT_BYTES
 from ds_hybridep.sync.home import Home
 
-ALIGNMENT_BYTES = 16
 BLOCK_ELEMENTS = 2**20  # converted at a time, because a copy of all may be too large
 
 # A patch can say how values of these types change.  Sums of such values are added up in fp32.
@@ -96,9 +96,9 @@ class MessageLayout:
     def new_states(self, device: torch.device) -> list[CodecState]:
         return [self.codec.new_state(part.num_experts, part.rows, part.cols, device=device) for part in self.parts]
 
-    def new_values(self, home: Home, dtype: torch.dtype = torch.float32) -> list[Tensor]:
-        """Return zeros, [e, rows, cols] for each part."""
-        return [home.zeros(part.num_experts, part.rows, part.cols, dtype=dtype) for part in self.parts]
+    def new_values(self, home: Home) -> list[Tensor]:
+        """Return zeros, fp32 [e, rows, cols] for each part."""
+        return [home.zeros(part.num_experts, part.rows, part.cols) for part in self.parts]
 
     @cached_property
     def _places(self) -> tuple[int, list[tuple[int, int, int]]]:

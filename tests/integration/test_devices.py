@@ -12,21 +12,21 @@ from unittest import mock
 
 import pytest
 import torch
+from codec_cases import make_codec
 from moe_refs import Expert
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from ds_hybridep.codecs import make_codec
 from ds_hybridep.errors import UnsupportedError
 from ds_hybridep.experts.replicas import Replicas, WeightShipment
 from ds_hybridep.integration import log, supported
 from ds_hybridep.kernels import RoutePlan, load_kernels
 from ds_hybridep.plan.cluster import Cluster, Level
 from ds_hybridep.plan.partition import Partition
+from ds_hybridep.plan.slots import whole
 from ds_hybridep.sync.dense import GroupSync
 from ds_hybridep.sync.feedback import Encoding
-from ds_hybridep.sync.flat import whole
 from ds_hybridep.sync.gradients import StepChanges
 from ds_hybridep.sync.stages import gather_stages
 from ds_hybridep.sync.transfers import Reduce
@@ -192,7 +192,7 @@ def test_sums_by_level_stay_on_the_device(codec: str | None) -> None:
             torch.empty(9, device=DEVICE), [(0, whole("a", (4,))), (1, whole("b", (3,))), (3, whole("c", (2,)))]
         )
         before = torch.empty(2, device=DEVICE)
-        group.all_gather(torch.empty(8, device=DEVICE), torch.empty(2, device=DEVICE), before)
+        group.start_all_gather(torch.empty(8, device=DEVICE), torch.empty(2, device=DEVICE), before)()
     assert len(channel.num_bytes) == 8
 
 

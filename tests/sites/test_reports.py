@@ -10,10 +10,10 @@ from ds_hybridep.commands.record import site_table
 from ds_hybridep.integration.site_exchange import SiteExchange
 from ds_hybridep.integration.site_overlap import Departures
 from ds_hybridep.kernels.reference import ReferenceKernels
+from ds_hybridep.plan.slots import whole
 from ds_hybridep.sites import patience as patience_module
 from ds_hybridep.sites.packets import OwnedSlice, Packets
 from ds_hybridep.sites.patience import Patience
-from ds_hybridep.sync.flat import whole
 from ds_hybridep.sync.home import Home
 
 OTHER = {"present": True, "step": 9, "sent_bytes": 2_000_000, "received_bytes": 1_000_000, "waited_s": 1.25}

@@ -7,13 +7,14 @@ from typing import Any
 
 import pytest
 import torch
+from codec_cases import make_codec
 
-from ds_hybridep.codecs import make_codec
 from ds_hybridep.codecs.compact import compact, expand
 from ds_hybridep.config_codecs import recommended_codecs
 from ds_hybridep.errors import PacketError
+from ds_hybridep.plan.slots import whole
 from ds_hybridep.sync.feedback import Feedback
-from ds_hybridep.sync.flat import parts_of, whole
+from ds_hybridep.sync.flat import parts_of
 from ds_hybridep.sync.gradients import GradientMemory, StepChanges, residual_of
 from ds_hybridep.sync.home import Home
 from ds_hybridep.sync.messages import MessageLayout, PacketPart

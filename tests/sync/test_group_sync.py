@@ -6,16 +6,17 @@ from typing import Any
 
 import pytest
 import torch
+from codec_cases import make_codec
 from marks import slow
 from moe_refs import open_transport
 from process_pool import ProcessPool
 from torch import distributed as dist
 
-from ds_hybridep.codecs import Patch, make_codec
+from ds_hybridep.codecs import Patch
 from ds_hybridep.plan.cluster import Cluster, Level
+from ds_hybridep.plan.slots import cut, even_bounds, whole
 from ds_hybridep.sync.dense import GroupSync
 from ds_hybridep.sync.feedback import Encoding
-from ds_hybridep.sync.flat import cut, even_bounds, whole
 from ds_hybridep.sync.gradients import StepChanges
 from ds_hybridep.sync.undelivered import kept_back_in
 
@@ -53,7 +54,7 @@ def gather_changes(sizes: tuple[int, ...], dtype: str, codecs: list[Any], backen
         masters += 0.01 * torch.randn(size, generator=generator)
         before = own.clone()
         own.copy_(masters.view(world_size, -1)[rank])
-        group.all_gather(flat, own, before, spans)
+        group.start_all_gather(flat, own, before, spans)()
         exact = masters.to(flat.dtype)
         errors.append(float((flat.float() - exact.float()).norm() / exact.float().norm()))
         equal.append(torch.equal(flat, exact))

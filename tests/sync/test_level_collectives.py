@@ -17,9 +17,9 @@ from torch import Tensor
 from torch import distributed as dist
 
 from ds_hybridep.plan.cluster import Cluster, Level
+from ds_hybridep.plan.slots import whole
 from ds_hybridep.sync.dense import GroupSync
 from ds_hybridep.sync.feedback import Encoding
-from ds_hybridep.sync.flat import whole
 from ds_hybridep.sync.gradients import StepChanges
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(240)]
@@ -83,7 +83,7 @@ def answer(questions: Sequence[Question]) -> list[dict[str, Any]]:
 
         own = input_of(question, rank, question.num_elements)
         gathered = torch.empty(world_size * own.numel(), dtype=own.dtype)
-        collectives.all_gather(gathered, own)
+        collectives.start_all_gather(gathered, own)()
 
         sliced_size = sum(size for _, size in question.slices)
         sliced = input_of(question, rank, sliced_size)
