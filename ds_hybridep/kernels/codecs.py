@@ -10,7 +10,7 @@ from enum import IntEnum
 import torch
 from torch import Tensor
 
-from ds_hybridep.kernels.compiled import CompiledKernels, call
+from ds_hybridep.kernels.compiled import CompiledKernels, call, device_of
 
 # In the order of `enum class Damage` in csrc/include/hybridep_patch.h.
 PATCH_DAMAGES = (
@@ -181,15 +181,7 @@ class CompiledCodecs:
         return found
 
     def _device_of(self, **tensors: Tensor | None) -> torch.device:
-        """Return the device of all tensors that are not None; ValueError unless it is one that the kernels are for."""
-        (first, tensor), *others = ((name, tensor) for name, tensor in tensors.items() if tensor is not None)
-        for name, other in others:
-            if other.device != tensor.device:
-                raise ValueError(f"{name}: on device {other.device}, wanted {tensor.device}, where {first} is")
-        if tensor.device.type != self._device_type:
-            wanted = f"{self._device_type}; use load_codec_kernels for that device"
-            raise ValueError(f"{first}: on device {tensor.device}, wanted {wanted}")
-        return tensor.device
+        return device_of(self._device_type, tensors)
 
 
 def _bytes(number: int, device: torch.device) -> Tensor:

@@ -145,16 +145,10 @@ class CompiledKernels:
 
     def _device_of(self, **tensors: Tensor | None) -> torch.device:
         """Return the device of all tensors; ValueError unless they are contiguous, on one device of `device_type`."""
-        given = {name: tensor for name, tensor in tensors.items() if tensor is not None}
-        device = next(iter(given.values())).device
-        for name, tensor in given.items():
-            if tensor.device.type != self.device_type:
-                wanted = f"{self.device_type}; use load_kernels for that device"
-                raise ValueError(f"{name}: on device {tensor.device}, wanted {wanted}")
-            if tensor.device != device:
-                raise ValueError(f"{name}: on device {tensor.device}, wanted {device}, where the others are")
-            require_contiguous(name, tensor)
-        return device
+        for name, tensor in tensors.items():
+            if tensor is not None:
+                require_contiguous(name, tensor)
+        return device_of(self.device_type, tensors)
 
 
 def call(function: Any, *arguments: object) -> Any:
@@ -217,6 +211,17 @@ def require_records(records: Tensor, hidden: int) -> None:
     if records.dtype != torch.uint8 or records.dim() != 2 or records.shape[1] != num_bytes:
         got = f"{records.dtype} {tuple(records.shape)}"
         raise ValueError(f"records: got {got}, wanted torch.uint8 [R, {num_bytes}] for rows of {hidden}")
+
+
+def device_of(device_type: str, tensors: dict[str, Tensor | None]) -> torch.device:
+    """Return the device of all tensors that are not None; ValueError unless it is one, of this type."""
+    (first, tensor), *others = ((name, tensor) for name, tensor in tensors.items() if tensor is not None)
+    for name, other in others:
+        if other.device != tensor.device:
+            raise ValueError(f"{name}: on device {other.device}, wanted {tensor.device}, where {first} is")
+    if tensor.device.type != device_type:
+        raise ValueError(f"{first}: on device {tensor.device}, wanted {device_type}; load the kernels for that device")
+    return tensor.device
 
 
 def require_contiguous(name: str, tensor: Tensor) -> None:

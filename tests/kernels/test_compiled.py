@@ -312,7 +312,8 @@ ONLY_BY_THE_REFERENCE = {
         ("x: strides (1, 3) are not contiguous; pass x.contiguous()", "dispatch_rows", TRANSPOSED, TOKEN),
         ("grad: strides (1, 0) are not", BACKWARD, torch.ones(1, 1).expand(1, 4), ROWS, SLOTS, WEIGHTS),
         ("tensor: strides (1, 3) are not contiguous; pass tensor.contiguous()", "bit_sums", TRANSPOSED),
-        ("rows: on device meta, wanted cpu; use load_kernels for that device", "combine_rows", ROWS.to("meta"), SLOTS),
+        ("rows: on device meta, wanted cpu; load the", "combine_rows", ROWS.to("meta"), SLOTS.to("meta")),
+        ("slot_to_row: on device meta, wanted cpu, where rows is", "combine_rows", ROWS, SLOTS.to("meta")),
     ],
 }
 
