@@ -153,7 +153,8 @@ class Meeting:
     def tick(self) -> None:
         """Answer calls, if they can be answered now."""
         self._drop_gone()
-        calling = {name: site for name, site in self.sites.items() if site.call is not None}
+        # An answer to a site that is not connected would be lost, and the others would try to connect with it.
+        calling = {name: site for name, site in self.sites.items() if site.call is not None and site.is_connected}
         if not calling:
             return
         if self.members:
