@@ -179,6 +179,46 @@ def test_a_newcomer_that_was_killed_after_its_call_is_not_waited_for(clock: Cloc
     assert (sites.said("a")["members"], sites.said("a")["observers"]) == (["a"], []), "nobody can connect with it"
 
 
+def test_newcomers_do_not_cut_each_other_off(clock: Clock) -> None:
+    sites = begun(clock, ["a", "b", "c", "d"])
+    for name in "cd":
+        sites.meeting.hear(sites.known[name], {"op": "leave"})
+    sites.call("a", 5)
+    sites.call("b", 5)
+    for name in "cd":
+        sites.come(name, instance="2")
+        sites.call(name, 0)
+        if name == "c":
+            sites.call("a", 9)
+            sites.call("b", 9)
+    assert sites.said("c")["observers"] == ["c"]
+    heard = [said for said in sites.heard["a"] if said["op"] == "change"]
+    assert len(heard) == 1, "c still takes in the state"
+    sites.call("c", 12, is_ready=True)
+    sites.call("a", 13)
+    sites.call("b", 13)
+    assert (sites.said("c")["members"], sites.said("d")["observers"]) == (["a", "b", "c"], ["d"])
+
+
+@pytest.mark.parametrize("comes_again", [False, True])
+def test_the_next_newcomer_does_not_wait_for_one_that_was_killed(clock: Clock, comes_again: bool) -> None:
+    sites = begun(clock, NAMES)
+    for name in "bc":
+        sites.meeting.hear(sites.known[name], {"op": "leave"})
+        sites.call("a", 5)
+    sites.come("b", instance="2")
+    sites.call("b", 0)
+    sites.call("a", 9)
+    sites.come("c", instance="2")
+    sites.call("c", 0)
+    sites.die("b")
+    if comes_again:
+        sites.come("b", instance="3")
+    sites.meeting.tick()
+    sites.call("a", 13)
+    assert (sites.said("a")["members"], sites.said("a")["observers"]) == (["a"], ["c"])
+
+
 def test_a_call_counts_while_its_site_is_connected(clock: Clock) -> None:
     sites = begun(clock, NAMES)
     sites.call("c", 5)
