@@ -19,6 +19,7 @@ PROGRAMS = {
     "e2e": "step time and bytes of every plan, by the rate of the link",
     "latency": "what a long link costs a step",
     "sites": "step time if each datacentre is a job of its own, beside one job over both",
+    "site-kills": "whether sites go on, and come back with the same weights, while random ones are killed",
     "faults": "how soon all ranks end when one breaks, and whether they name the cause",
     "cuts": "losses on links that misbehave for a while, against an undisturbed run",
     "soak": "training for hours on links and machines that misbehave",

@@ -177,6 +177,33 @@ def upper_95(values: Sequence[float]) -> float:
     return statistics.fmean(values) + margin
 
 
+# ---- processes ----
+
+
+def usage_of(pids: Iterable[int]) -> dict[str, float]:
+    """Memory, descriptors and threads, the largest of all processes."""
+    seen = {"rss_mb": 0.0, "descriptors": 0.0, "threads": 0.0}
+    for pid in pids:
+        status = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
+        seen["rss_mb"] = max(seen["rss_mb"], int(status["VmRSS"].split()[0]) / 1024)
+        seen["threads"] = max(seen["threads"], int(status["Threads"]))
+        seen["descriptors"] = max(seen["descriptors"], len(os.listdir(f"/proc/{pid}/fd")))
+    return seen
+
+
+def growth_of(samples: list[dict[str, float]]) -> dict[str, float]:
+    """Growth from the second fifth of the samples (the first still warms up) to the last, as a factor of medians."""
+    fifth = len(samples) // 5
+    if fifth < 2:
+        return {}
+
+    def median(part: list[dict[str, float]], name: str) -> float:
+        return sorted(sample[name] for sample in part)[len(part) // 2]
+
+    last, early = samples[-fifth:], samples[fifth : 2 * fifth]
+    return {name: round(median(last, name) / median(early, name), 4) for name in samples[0]}
+
+
 # ---- jobs of ranks ----
 
 

@@ -25,6 +25,7 @@ import transformers.models.qwen3_moe.modeling_qwen3_moe  # noqa: F401  imported 
 from deepspeed import comm as dist
 from torch import nn
 
+from benchmarks.common import usage_of
 from benchmarks.training import VOCABULARY, autoep, byte_model, engine_of, join, qwen3_moe, train_step
 from ds_hybridep.integration import attachment
 from ds_hybridep.lab.launcher import MASTER_PORT, rank_environment
@@ -299,20 +300,9 @@ class Undisturbed:
                 raise RuntimeError(f"the undisturbed job ended, or is slow: {self._job.errors()}")
             self.losses |= dict(self._job.new_losses())
             if len(self.losses) >= next_sample:
-                self.samples.append(measure(self._job.ranks))
+                self.samples.append(usage_of(self._job.ranks.pids))
                 next_sample = len(self.losses) + SAMPLE_EVERY
             time.sleep(0.1)
 
     def close(self) -> None:
         self._job.ranks.kill()
-
-
-def measure(ranks: Ranks) -> dict[str, float]:
-    """Memory, descriptors and threads, the largest of all ranks."""
-    seen = {"rss_mb": 0.0, "descriptors": 0.0, "threads": 0.0}
-    for pid in ranks.pids:
-        status = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
-        seen["rss_mb"] = max(seen["rss_mb"], int(status["VmRSS"].split()[0]) / 1024)
-        seen["threads"] = max(seen["threads"], int(status["Threads"]))
-        seen["descriptors"] = max(seen["descriptors"], len(os.listdir(f"/proc/{pid}/fd")))
-    return seen

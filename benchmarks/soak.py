@@ -30,7 +30,7 @@ from itertools import cycle
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import Record, Records, new_folder, table
+from benchmarks.common import Record, Records, growth_of, new_folder, table
 from benchmarks.disturbed import CODECS, KINDS, TOPOLOGY, Orders, Ranks, Undisturbed, Watched
 from ds_hybridep.lab.network import EmulatedNetwork
 from ds_hybridep.lab.topology import LinkSpec
@@ -148,19 +148,6 @@ class Soak:
         for step, loss in job.new_losses():
             if self.losses.setdefault(step, loss) != loss:
                 self.differ.append(f"step {step}: {loss} after {self.losses[step]}")
-
-
-def growth_of(samples: list[dict[str, float]]) -> dict[str, float]:
-    """Growth from the second fifth of the samples (the first still warms up) to the last, as a factor of medians."""
-    fifth = len(samples) // 5
-    if fifth < 2:
-        return {}
-
-    def median(part: list[dict[str, float]], name: str) -> float:
-        return sorted(sample[name] for sample in part)[len(part) // 2]
-
-    last, early = samples[-fifth:], samples[fifth : 2 * fifth]
-    return {name: round(median(last, name) / median(early, name), 4) for name in samples[0]}
 
 
 def summary_of(soak: Soak, undisturbed: Undisturbed) -> Record:

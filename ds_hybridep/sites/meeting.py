@@ -9,7 +9,7 @@ members of the last one: a minority waits.
     not running    waits for all sites, or for `wait_s` and at least half of them
     running        members that call are in the next epoch; members that are gone are not
     a newcomer     becomes an observer, gets the state and all packets of the members, and is a member once it is
-                   up to date
+                   up to date; the next one waits until then, since a new epoch would cut the first one off
 
 A member that has all packets of a step which another member has already applied is told to apply them too.
 """
@@ -106,6 +106,8 @@ class Meeting:
             self.epoch, self.members, self._adopted_at = said["epoch"], list(said["members"]), time.monotonic()
         elif said["epoch"] == 0 and name in self.members and (known is None or known.instance != instance):
             self.members.remove(name)  # another process, which has the state of a start
+        if name in self.observers and (known is None or known.instance != instance):
+            self.observers.remove(name)
         site = Site(name, instance, float(said["wait_s"]), send)
         if known is not None and known.instance == instance:
             site.call = known.call
@@ -153,13 +155,24 @@ class Meeting:
     def tick(self) -> None:
         """Answer calls, if they can be answered now."""
         self._drop_gone()
-        calling = {name: site for name, site in self.sites.items() if site.call is not None}
+        # An answer to a site that is not connected would be lost, and the others would try to connect with it.
+        calling = {name: site for name, site in self.sites.items() if site.call is not None and site.is_connected}
+        if self.members and self._is_catching_up():
+            calling = {name: site for name, site in calling.items() if not self._is_newcomer(site)}
         if not calling:
             return
         if self.members:
             self._go_on(calling)
         else:
             self._begin(calling)
+
+    def _is_catching_up(self) -> bool:
+        """Return True while an observer is not up to date; it calls when it is, or when it must begin again."""
+        there = [self.sites[name] for name in self.observers if name in self.sites]
+        return any(site.is_connected and site.call is None for site in there)
+
+    def _is_newcomer(self, site: Site) -> bool:
+        return site.name not in self.members and site.call is not None and not site.call["is_ready"]
 
     def _begin(self, calling: dict[str, Site]) -> None:
         """The first epoch: all sites, or after a wait those that are there."""

@@ -28,6 +28,7 @@ SLOW = {
     "latency --delays 1ms --layers 2 --kinds dropping --accumulations 1 --steps 1": r"hybridep \[2,1\] recommended",
     "sites --points none_0ms --rounds 1 --steps 1 --layers 1": "two jobs apart",
     "cuts --kinds classic --codecs recommended --cases cut_for_5_s": r"\| 0 \|",
+    "site-kills --minutes 0.5 --kills 2 --orders 1 --step-s 0.1 --away-s 2": "bit-equal",
     "soak --minutes 0.2 --kinds classic": r"\| classic \|",
     "losses --seeds 0 --steps 15": "domain",
     "equal-bytes --seeds 0 --phases scratch --steps 4 --cases PowerSGD,_rank_1 DeMo,_32_of_4096 DiLoCo,_H_10 "

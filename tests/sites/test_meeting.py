@@ -166,6 +166,77 @@ def test_a_newcomer_observes_first_and_is_a_member_when_it_is_up_to_date(clock: 
     assert (sites.said("b")["members"], sites.said("b")["observers"]) == (["a", "b"], [])
 
 
+@pytest.mark.parametrize("is_ready", [False, True])
+def test_a_newcomer_that_was_killed_after_its_call_is_not_waited_for(clock: Clock, is_ready: bool) -> None:
+    sites = begun(clock, ["a", "b"])
+    sites.die("b")
+    sites.call("a", 5, missed=["b"])
+    sites.pass_s(4, "a")
+    sites.come("b", instance="2")
+    sites.call("b", 0, is_ready=is_ready)
+    sites.die("b")
+    sites.call("a", 9)
+    assert (sites.said("a")["members"], sites.said("a")["observers"]) == (["a"], []), "nobody can connect with it"
+
+
+def test_newcomers_do_not_cut_each_other_off(clock: Clock) -> None:
+    sites = begun(clock, ["a", "b", "c", "d"])
+    for name in "cd":
+        sites.meeting.hear(sites.known[name], {"op": "leave"})
+    sites.call("a", 5)
+    sites.call("b", 5)
+    for name in "cd":
+        sites.come(name, instance="2")
+        sites.call(name, 0)
+        if name == "c":
+            sites.call("a", 9)
+            sites.call("b", 9)
+    assert sites.said("c")["observers"] == ["c"]
+    heard = [said for said in sites.heard["a"] if said["op"] == "change"]
+    assert len(heard) == 1, "c still takes in the state"
+    sites.call("c", 12, is_ready=True)
+    sites.call("a", 13)
+    sites.call("b", 13)
+    assert (sites.said("c")["members"], sites.said("d")["observers"]) == (["a", "b", "c"], ["d"])
+
+
+@pytest.mark.parametrize("comes_again", [False, True])
+def test_the_next_newcomer_does_not_wait_for_one_that_was_killed(clock: Clock, comes_again: bool) -> None:
+    sites = begun(clock, NAMES)
+    for name in "bc":
+        sites.meeting.hear(sites.known[name], {"op": "leave"})
+        sites.call("a", 5)
+    sites.come("b", instance="2")
+    sites.call("b", 0)
+    sites.call("a", 9)
+    sites.come("c", instance="2")
+    sites.call("c", 0)
+    sites.die("b")
+    if comes_again:
+        sites.come("b", instance="3")
+    sites.meeting.tick()
+    sites.call("a", 13)
+    assert (sites.said("a")["members"], sites.said("a")["observers"]) == (["a"], ["c"])
+
+
+def test_a_call_counts_while_its_site_is_connected(clock: Clock) -> None:
+    sites = begun(clock, NAMES)
+    sites.call("c", 5)
+    sites.die("c")
+    sites.call("a", 5)
+    sites.call("b", 5)
+    assert sites.said("a")["epoch"] == 1, "its answer would be lost"
+    assert sites.come("c", epoch=1, members=NAMES) == ""
+    sites.meeting.tick()
+    assert sites.said("c")["members"] == sites.said("a")["members"] == NAMES
+    for name in "cab":
+        sites.call(name, 9)
+        if name == "c":
+            sites.die("c")
+    sites.pass_s(11, "ab")
+    assert sites.said("a")["members"] == sites.said("b")["members"] == ["a", "b"]
+
+
 def test_two_sites_that_do_not_reach_each_other_do_not_try_for_ever(clock: Clock) -> None:
     sites = begun(clock, ["a", "b"], step=3)
     for _ in range(3):
