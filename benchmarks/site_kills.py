@@ -243,6 +243,8 @@ def undisturbed(args: argparse.Namespace, folder: Path, seed: int, last: int, re
         ends = sites.ends(BACK_LIMIT_S + last * STEP_LIMIT_S)
     found = {"seed": seed, "seconds": round(time.time() - began), **equality_of(ends)}
     found |= {"loss": ends[NAMES[0]][0]["loss"], "steps_missing": sum(life.num_missing() for life in sites.lives)}
+    # A site that starts much later than the others joins them: then it had no part in the first steps.
+    found["all_from_step_1"] = all(life.steps[0][1] == 1 for life in sites.lives)
     records.add(params_of(args), kind="undisturbed", **found)
     print(json.dumps(found), flush=True)
     return found
