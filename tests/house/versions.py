@@ -54,7 +54,7 @@ ABOUT = """\
 | Python, on Linux | 3.10 or later; tested: 3.11 | older: pip refuses |
 | torch | 2.5 or later; tested: 2.13.0 for CPUs | older: pip replaces it |
 | DeepSpeed | 0.19.4 to 0.19.8 | older: an error; newer: a warning, or an error if it lacks what we change |
-| transformers, for AutoEP | 5.3.0 to 5.24.0; tested: 5.3.0, 5.22.2, 5.24.0 | older: an error; newer: a warning |
+| transformers, for AutoEP | 5.3.0 to 5.24.0 | older: an error; newer: a warning |
 | peft, accelerate | 0.21.2, 1.15.0 | not tried |
 
 `pip install '.[hf]'` takes transformers 5.3.0. Without the block, AutoEP of DeepSpeed 0.19.8 fails from 5.23 on
