@@ -15,6 +15,7 @@ import argparse
 import json
 import math
 import os
+import re
 import statistics
 import subprocess
 import sys
@@ -31,7 +32,17 @@ from torch import Tensor, nn
 import ds_hybridep
 from benchmarks import training
 from benchmarks.codecs import balanced, low_rank
-from benchmarks.common import JOB_FOLDER, REPOSITORY, Record, Records, new_figure, save_figure, table, upper_95
+from benchmarks.common import (
+    JOB_FOLDER,
+    REPOSITORY,
+    Record,
+    Records,
+    new_figure,
+    plain_numbers,
+    save_figure,
+    table,
+    upper_95,
+)
 from benchmarks.losses import EVALUATED, PHASES, SEQ_LEN, read_headers
 from benchmarks.rivals import CLIP, POWER_SGD_START, Sent, Train, schedule, with_demo, with_diloco, with_power_sgd
 from benchmarks.training import byte_model, engine_of, train_lm
@@ -261,12 +272,12 @@ def gaps_of(records: list[Record]) -> Gaps:
     return found
 
 
-FAMILIES = {  # beginning of a case's name -> label, color
-    "ours, r": ("ours, every step", "#1b7837"),
-    "ours, sites, H": ("ours, local steps", "#7fbf7b"),
-    "DiLoCo": ("DiLoCo", "#2166ac"),
-    "PowerSGD": ("PowerSGD", "#b2182b"),
-    "DeMo": ("DeMo", "#e08214"),
+FAMILIES = {  # names of cases -> label, color
+    r"ours, r.*": ("ours, every step", "#1b7837"),
+    r"ours, sites, H \d+, recommended": ("ours, local steps, encoded", "#7fbf7b"),
+    r"DiLoCo.*": ("DiLoCo", "#2166ac"),
+    r"PowerSGD.*": ("PowerSGD", "#b2182b"),
+    r"DeMo.*": ("DeMo", "#e08214"),
 }
 
 
@@ -274,17 +285,18 @@ def plot(found: Gaps, path: Path) -> None:
     """Loss over exact against bytes, for both phases."""
     figure, axes = new_figure(1, 2, figsize=(11, 4))
     for axis, (phase, title) in zip(axes, (("scratch", "from scratch"), ("tune", "fine-tuning")), strict=True):
-        for beginning, (label, color) in FAMILIES.items():
+        for pattern, (label, color) in FAMILIES.items():
             points = sorted(
                 (sent / 1e3, 100 * statistics.fmean(gaps))
                 for (of, name), (sent, _, gaps) in found.items()
-                if of == phase and name.startswith(beginning)
+                if of == phase and re.fullmatch(pattern, name)
             )
             if points:
                 axis.plot(*zip(*points, strict=True), marker="o", color=color, label=label, linewidth=1.5)
         axis.axhline(0, color="gray", linewidth=0.8)
         axis.set(xscale="log", xlabel="kB that a rank sends per step", title=title)
-        axis.set_yscale("symlog", linthresh=1.0)
+        plain_numbers(axis)
+        axis.set_xticks((1, 10, 100))
     axes[0].set_ylabel("loss over exact, %")
     axes[1].legend(frameon=False)
     save_figure(figure, path)
