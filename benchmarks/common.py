@@ -13,13 +13,14 @@ import platform
 import random
 import shlex
 import shutil
+import socket
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
@@ -278,3 +279,12 @@ def new_folder(path: Path) -> Path:
     shutil.rmtree(path, ignore_errors=True)
     path.mkdir(parents=True)
     return path
+
+
+def free_port() -> int:
+    """A free port below those that the system gives out by itself."""
+    first = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    while True:
+        port = random.SystemRandom().randrange(max(1024, first - 12_000), first)
+        with suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            return port

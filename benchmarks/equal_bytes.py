@@ -21,7 +21,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +37,7 @@ from benchmarks.common import (
     REPOSITORY,
     Record,
     Records,
+    free_port,
     new_figure,
     plain_numbers,
     save_figure,
@@ -50,7 +51,6 @@ from ds_hybridep.lab.launcher import rank_environment
 
 NAMES = ("a", "b")  # of sites
 ROWS = 4  # sequences per rank and step
-MEETING_PORT, MASTER_PORT = 29_700, 29_701
 RUN_LIMIT_S = 1200.0
 
 
@@ -94,6 +94,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace, records: Records) -> None:
+    if args.phases[0] != "scratch":
+        print(
+            "--phases: tuning begins from what the exact run of scratch has come to; name scratch first",
+            file=sys.stderr,
+        )
+        raise SystemExit(2)
     cases = [EXACT, *(name for name in args.cases if name != EXACT)]
     with tempfile.TemporaryDirectory() as scratch:
         for seed in args.seeds:
@@ -120,8 +126,9 @@ def steps_of(args: argparse.Namespace, phase: str) -> int:
 
 def run_pair(args: argparse.Namespace, folder: Path, settings: Record) -> list[Record]:
     """Run both ranks, as one job or as two sites; ends the program with status 1 if one fails."""
-    (folder / "settings.json").write_text(json.dumps(settings))
     is_split = "sites" in CASES[settings["case"]]
+    meeting_port, port = free_port(), free_port()
+    (folder / "settings.json").write_text(json.dumps({**settings, "meeting_port": meeting_port}))
     with ExitStack() as stack:
 
         def start(name: str, line: list[str], environment: dict[str, str]) -> subprocess.Popen[bytes]:
@@ -136,18 +143,20 @@ def run_pair(args: argparse.Namespace, folder: Path, settings: Record) -> list[R
         if is_split:
             secret = folder / "secret"
             secret.write_text(os.urandom(16).hex())
-            meet = ["meet", "--host", "127.0.0.1", "--port", str(MEETING_PORT), "--secret-file", str(secret)]
+            meet = ["meet", "--host", "127.0.0.1", "--port", str(meeting_port), "--secret-file", str(secret)]
             start("meeting", ["-m", "ds_hybridep.commands.main", *meet], {})
         ranks = []
         for index, name in enumerate(NAMES):
             place = (0, 1) if is_split else (index, 2)
-            port = MASTER_PORT + index * is_split
-            environment = rank_environment(*place, "127.0.0.1", "lo", port) | {JOB_FOLDER: str(folder)}
+            own_port = free_port() if is_split else port
+            environment = rank_environment(*place, "127.0.0.1", "lo", own_port) | {JOB_FOLDER: str(folder)}
             environment |= {"HYBRIDEP_SITE": name, "PYTHONPATH": str(REPOSITORY), "SITE_INDEX": str(index)}
             ranks.append(start(name, ["-m", "benchmarks", *sys.argv[1:]], environment))
         limit = time.monotonic() + RUN_LIMIT_S
         for process in ranks:
-            if process.wait(max(limit - time.monotonic(), 1.0)):
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(max(limit - time.monotonic(), 1.0))
+            if process.returncode != 0:  # None: out of time
                 for log in sorted(folder.glob("*.log")):
                     print(f"{log.name}:\n{log.read_text(errors='replace')[-3000:]}", file=sys.stderr)
                 raise SystemExit(1)
@@ -172,7 +181,7 @@ def rank(args: argparse.Namespace, job: Job) -> None:
     begin, steps = Path(job.settings["begin"]), steps_of(args, phase)
     torch.manual_seed(seed)
     model = byte_model(hidden=64, layers=2, ep_size=1)
-    if phase == "tune" and begin.exists():
+    if phase == "tune":
         model.load_state_dict(torch.load(begin))
     rate = PHASES[phase][0]
     if "demo" in case:
@@ -216,7 +225,10 @@ def ours(model: nn.Module, case: Record, rate: float, steps: int, job: Job) -> t
         level = {"name": "dc", "size": 2, "domain_size": 1, **case["levels"]}
         block: dict[str, Any] = {"levels": [level], "advanced": advanced}
     else:
-        point = {"meeting_point": f"127.0.0.1:{MEETING_PORT}", "secret_file": str(job.folder / "secret")}
+        point = {
+            "meeting_point": f"127.0.0.1:{job.settings['meeting_port']}",
+            "secret_file": str(job.folder / "secret"),
+        }
         block = {"sites": {"names": list(NAMES), **point, **case["sites"]}, "advanced": advanced, "timeout_s": 60}
     scheduler = {"type": "WarmupDecayLR", "params": schedule(rate, steps)}
     engine = engine_of(model, block, rate=rate, gradient_clipping=CLIP, scheduler=scheduler)

@@ -7,9 +7,7 @@ import functools
 import hashlib
 import json
 import os
-import random
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -24,7 +22,7 @@ from deepspeed import comm as dist
 from torch import Tensor
 
 from benchmarks import training
-from benchmarks.common import JOB_FOLDER, REPOSITORY, Record, new_folder, usage_of
+from benchmarks.common import JOB_FOLDER, REPOSITORY, Record, free_port, new_folder, usage_of
 from benchmarks.training import RECOMMENDED, byte_model, engine_of, loss_on, train_lm
 from ds_hybridep.lab.launcher import rank_environment
 from ds_hybridep.sites.exchange import Crossing
@@ -257,12 +255,3 @@ class Sites:
             for log in (*logs, self._folder / "meeting")
         ]
         return "\n".join([what, *ends])
-
-
-def free_port() -> int:
-    """A free port below those that the system gives out by itself."""
-    first = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
-    while True:
-        port = random.SystemRandom().randrange(max(1024, first - 12_000), first)
-        with suppress(OSError), socket.create_server(("127.0.0.1", port)):
-            return port

@@ -50,13 +50,6 @@ def join_sites(
     site = site_of(list(sites.names), sites.name).name
     secret = read_secret(Path(sites.secret_file), "hybridep.sites.secret_file")
     link, sample = LinkSettings.of(config), facts.specs[0].sample
-    inside = Inside(3 * config.timeout_s + 60.0)
-    settings = {
-        "version": __version__, "ranks": inside.size, "ZeRO stage": engine.zero_optimization_stage(),
-        "sites.every": sites.every, "sites.codecs": sites.codecs,
-        "accumulation steps": engine.gradient_accumulation_steps(),
-        "parameters": _hash_of_parameters(engine.module),
-    }  # fmt: skip
     host = host_towards(sites.address[0])
     dense = experts = None
     if sites.codecs is not None:
@@ -67,6 +60,13 @@ def join_sites(
         )
     home = Home(sample.device, config.state == "host")
     context = None if link.tls is None else link.tls.contexts()[0]
+    inside = Inside(3 * config.timeout_s + 60.0)
+    settings = {
+        "version": __version__, "ranks": inside.size, "ZeRO stage": engine.zero_optimization_stage(),
+        "sites.every": sites.every, "sites.codecs": sites.codecs,
+        "accumulation steps": engine.gradient_accumulation_steps(),
+        "parameters": _hash_of_parameters(engine.module),
+    }  # fmt: skip
 
     def join() -> Member:
         return Member(sites.address, site, list(sites.names), settings, secret, config.timeout_s, context)
