@@ -4,7 +4,6 @@
 import argparse
 import json
 from pathlib import Path
-from typing import Any
 
 from ds_hybridep.commands import question as asking
 from ds_hybridep.errors import ConfigError
@@ -43,7 +42,6 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
         help="a place that is slower: '3:bandwidth=0.5' halves the uplink of DC 3, '3.1:compute=2' doubles "
         "the seconds of its GPU 1; may be repeated",
     )
-    add("--zipf", type=float, metavar="S", help="expert n is chosen as often as 1 / n^S")
     add("--jitter", type=float, default=0.0, metavar="SHARE", help="random share that computations take longer")
     add = parser.add_argument_group("output of the simulation").add_argument
     add("--json", action="store_true", help="print JSON")
@@ -55,7 +53,9 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
 def run(args: argparse.Namespace) -> int:
     """Runs the parsed command line.  Returns 0.  Raises ConfigError or PlanError that name an argument."""
     question = asking.read_question(args)
-    conditions = read_conditions(args)
+    if args.jitter < 0:
+        raise ConfigError(f"--jitter: got {args.jitter:g}, wanted at least 0")
+    conditions = {"deviations": tuple(map(read_deviation, args.slow)), "jitter": args.jitter}
     domains = [read_domains(text, question.cluster) for text in args.domains]
     traced = list(dict.fromkeys(args.rank or [0])) if args.trace is not None else []
     for rank in traced:
@@ -68,17 +68,6 @@ def run(args: argparse.Namespace) -> int:
     if args.trace is not None and not args.json:
         print(f"trace: {args.trace}")
     return 0
-
-
-def read_conditions(args: argparse.Namespace) -> dict[str, Any]:
-    """The arguments of the group "conditions".  Raises ConfigError that names one."""
-    if args.jitter < 0 or (args.zipf is not None and args.zipf < 0):
-        raise ConfigError(f"--jitter and --zipf: got {args.jitter:g} and {args.zipf}, wanted at least 0")
-    return {
-        "deviations": tuple(read_deviation(text) for text in args.slow),
-        "zipf": args.zipf,
-        "jitter": args.jitter,
-    }
 
 
 def read_deviation(text: str) -> Deviation:

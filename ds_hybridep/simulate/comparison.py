@@ -31,14 +31,8 @@ class SimulatedPlan:
     step: SimulatedStep
 
 
-def scenario_of(question: Question, layout: Layout, *, zipf: float | None = None, **conditions: Any) -> Scenario:
-    """A layout under conditions, which are fields of `Scenario`.
-
-    zipf: expert n = 1, 2 ... gets rows in proportion to 1 / n^zipf; None: even routing.
-    """
-    if zipf is not None:
-        experts = range(question.workload.model.num_experts)
-        conditions["expert_load"] = tuple(1.0 / (1 + expert) ** zipf for expert in experts)
+def scenario_of(question: Question, layout: Layout, **conditions: Any) -> Scenario:
+    """A layout under conditions, which are fields of `Scenario`."""
     return Scenario(
         cluster=question.cluster, layout=layout, workload=question.workload, rates=question.rates,
         sync=question.sync_of(layout), **conditions,

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """What is simulated: a plan on a cluster, and deviations from the cluster's levels."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from ds_hybridep.errors import PlanError
-from ds_hybridep.plan.choices import shares_of
 from ds_hybridep.plan.cluster import Cluster
 from ds_hybridep.plan.layout import Layout, Rates, SyncModel
 from ds_hybridep.plan.routing import experts_per_rank
@@ -41,7 +40,6 @@ class Scenario:
 
     cluster, layout, workload, rates, sync: as `stream_model.predict` takes them. `rates.overlap` is the factor on the
         rate of a flow while a rank that takes part in it computes.
-    expert_load: weight of each expert, as in `plan.choices`, in place of the loads or skew of the workload.
     deviations: places that differ from their level.
     jitter: standard deviation of the logarithm of the seconds of each piece of computation, drawn by rank and piece.
     is_fair_to_flows: flows share a link equally; False: operations do, no matter how many flows they have.
@@ -54,31 +52,15 @@ class Scenario:
     workload: Workload
     rates: Rates
     sync: SyncModel = SyncModel()
-    expert_load: tuple[float, ...] | None = None
     deviations: tuple[Deviation, ...] = ()
     jitter: float = 0.0
     is_fair_to_flows: bool = True
     gathers_by_level: bool = True
 
-    @property
-    def routed_workload(self) -> Workload:
-        """The workload with the loads that `expert_load` makes, if hot experts are chosen by them; else even."""
-        if self.expert_load is None:
-            return self.workload
-        loads = shares_of(self.expert_load, self.workload.model.top_k) if self.layout.hot_experts else None
-        return replace(self.workload, skew=1.0, expert_loads=loads)
-
     def __post_init__(self) -> None:
         self.layout.check_fits(self.cluster)
-        sizes, model, load = self.cluster.sizes, self.workload.model, self.expert_load
         experts_per_rank(self.layout, self.workload)  # raises where they cannot be shared evenly
-        if load is not None:
-            num_used = sum(rows > 0 for rows in load)
-            if len(load) != model.num_experts or min(load) < 0 or num_used < model.top_k:
-                raise PlanError(
-                    f"expert_load has {len(load)} entries, {num_used} of them > 0; give one >= 0 for each of the "
-                    f"{model.num_experts} experts, and at least {model.top_k} > 0"
-                )
+        sizes = self.cluster.sizes
         for deviation in self.deviations:
             place = deviation.place
             is_inside = all(0 <= at < size for at, size in zip(place, sizes, strict=False))

@@ -71,7 +71,7 @@ def simulate(scenario: Scenario, *, is_reduced: bool = True, traced_ranks: Seque
             f"{cluster.num_ranks} ranks are too many to be simulated one by one (at most {MAX_FULL_RANKS}); leave out "
             f"jitter, which makes all of them different"
         )
-    layout, workload = scenario.layout, scenario.routed_workload
+    layout, workload = scenario.layout, scenario.workload
     ranks = Ranks.of(cluster, layout)
     program = step_program(
         cluster, layout, workload, scenario.rates, scenario.sync, gathers_by_level=scenario.gathers_by_level
@@ -79,7 +79,7 @@ def simulate(scenario: Scenario, *, is_reduced: bool = True, traced_ranks: Seque
     patterns = {peers: ranks.groups(peers) for peers in peers_in(program) if not peers.is_ring}
     *uplinks, slowdowns = _factors(scenario)
     priced, num_levels = routing_of(layout, workload), len(uplinks)  # its fullest rank is that of the program
-    routing = Routing.of(ranks, workload.model, scenario.expert_load or priced.weights)
+    routing = Routing.of(ranks, priced)
     exact = [*uplinks, slowdowns, routing.pairs, *routing.chances, *routing.near_chances]
     found, classes, error = _with_few_classes(cluster, exact, patterns, is_reduced=is_reduced)
     slowdowns, pairs, *chances = found[num_levels:]

@@ -12,7 +12,6 @@ from ds_hybridep.plan import routing as planned
 from ds_hybridep.plan.cluster import Cluster, unflatten
 from ds_hybridep.plan.layout import Layout
 from ds_hybridep.plan.program import Peers, PlacePart, Stage
-from ds_hybridep.plan.workload import MoEModel
 from ds_hybridep.simulate.classes import RankClasses
 from ds_hybridep.simulate.flows import Floats, Flows, Ints
 
@@ -75,19 +74,12 @@ class Routing:
     near_chances: tuple[Floats, ...] = ()
 
     @classmethod
-    def of(cls, ranks: Ranks, model: MoEModel, expert_load: Sequence[float] | None = None) -> "Routing":
-        """Routing by weights of the experts, as in `plan.choices`; None: even routing."""
-        layout, weights = ranks.layout, None
-        if expert_load is not None:
-            weights = tuple((np.array(expert_load, dtype=float) / np.mean(expert_load)).tolist())
-        hot_level = layout.hot_level if layout.hot_experts else None
-        found = planned.Routing(
-            layout.spans, layout.domain_sizes, hot_level, layout.hot_experts, model.num_experts, model.top_k, weights
-        )
+    def of(cls, ranks: Ranks, found: planned.Routing) -> "Routing":
+        """What the planner has found for the ranks of one group, for all ranks."""
         of_rank = numbered_in_group(ranks)
-        pairs = [found.chances(level + 1) for level in range(len(layout.spans))]
+        pairs = [found.chances(level + 1) for level in range(len(found.spans))]
         far, near = (tuple(np.array(one)[of_rank] for one in kind) for kind in zip(*pairs, strict=True))
-        rows = np.array(found.rank_rows)[of_rank] * model.top_k / math.prod(layout.domain_counts)
+        rows = np.array(found.rank_rows)[of_rank] * found.top_k / math.prod(ranks.layout.domain_counts)
         return cls(far, rows, near if found.hot else ())
 
 

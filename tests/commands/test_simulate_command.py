@@ -58,7 +58,7 @@ def test_conditions_make_steps_longer(simulate):
     even = seconds()
     assert seconds("--slow", "1:bandwidth=0.5") > 1.5 * even
     assert seconds("--slow", "1.0:compute=100") > even
-    assert seconds("--zipf", "1") > even
+    assert seconds("--skew", "2") > even
     assert seconds("--jitter", "0.5") > even
 
 
@@ -98,7 +98,7 @@ def test_places_that_cannot_be_read_are_refused(text):
     [
         (("--domains", "2"), "--domains: got '2', wanted a size for each of the levels dc (4) x gpu (2)"),
         (("--domains", "two,1"), "--domains: got 'two,1', wanted a size for each level, as in 2,1"),
-        (("--jitter", "-1"), "--jitter and --zipf: got -1 and None, wanted at least 0"),
+        (("--jitter", "-1"), "--jitter: got -1, wanted at least 0"),
         (("--slow", "9:bandwidth=0.5"), "a deviation is at (9,), but the cluster dc (4) x gpu (2) has no such place"),
         (("--trace", "x.json", "--rank", "8"), "rank 8 is outside the cluster"),
     ],

@@ -9,10 +9,12 @@ from hypothesis import strategies as st
 from plan_cases import TOY, cases, cluster_of, layout_of, toy
 
 from ds_hybridep.errors import PlanError
+from ds_hybridep.plan import routing as planned
 from ds_hybridep.plan.cluster import Cluster, Link
 from ds_hybridep.plan.layout import ExpertGroup, Rates, SyncModel
 from ds_hybridep.plan.partition import Partition
 from ds_hybridep.plan.program import Peers
+from ds_hybridep.plan.routing import routing_of
 from ds_hybridep.plan.stream_model import predict
 from ds_hybridep.plan.token_route import expected_rows
 from ds_hybridep.simulate.scenario import Deviation, Scenario
@@ -96,10 +98,11 @@ def test_one_rank_of_each_class_stands_for_all_of_them(case, data):
     load = data.draw(st.sampled_from([None, 1.5]))
     if load is not None:
         load = tuple(1.0 if expert % 3 else load for expert in range(workload.model.num_experts))
+    workload = dataclasses.replace(workload, expert_loads=load)
     assumed = {name: data.draw(st.booleans()) for name in ("is_fair_to_flows", "gathers_by_level")}
     scenario = scenario_of(
         cluster, layout, workload, dataclasses.replace(rates, overlap=data.draw(st.sampled_from([0.0, 0.3, 1.0]))),
-        deviations=tuple(data.draw(st.lists(deviation, max_size=3))), expert_load=load, **assumed,
+        deviations=tuple(data.draw(st.lists(deviation, max_size=3))), **assumed,
         sync=SyncModel(algorithm=data.draw(st.sampled_from(["ring", "hierarchical"]))),
     )  # fmt: skip
     reduced, full = simulate(scenario), simulate(scenario, is_reduced=False)
@@ -154,13 +157,14 @@ def chance_needed(load, wanted, top_k):
 def test_rows_are_those_of_the_routing_models(top_k):
     cluster, layout = cluster_of(2, 3), layout_of((2, 3), (1, 1))
     model = dataclasses.replace(TOY, num_experts=12, top_k=top_k)
-    even = Routing.of(Ranks.of(cluster, layout), model)
+    ranks = Ranks.of(cluster, layout)
+    even = Routing.of(ranks, routing_of(layout, toy(model=model)))
     direct = expected_rows((2, 3), 12, top_k, 1, "direct")
     assert sum(direct) == pytest.approx(5 * even.chances[1][0])
     assert even.chances[0] * 1 == pytest.approx(expected_rows((2, 3), 12, top_k, 1, "hierarchical")[0])
     assert even.pairs == pytest.approx(top_k * 2 / 12)
     load = tuple(1.0 / (1 + expert) for expert in range(12))
-    uneven = Routing.of(Ranks.of(cluster, layout), model, load)
+    uneven = Routing.of(ranks, planned.Routing(layout.spans, layout.domain_sizes, None, 0, 12, top_k, load))
     for rank in range(6):
         experts = frozenset(range(2 * rank, 2 * rank + 2))
         assert uneven.chances[1][rank] == pytest.approx(chance_needed(load, experts, top_k), rel=1e-9)
@@ -195,7 +199,7 @@ def test_uneven_routing_loads_the_links_and_the_ranks_of_popular_experts():
     cluster, layout = cluster_of(4, bandwidth=1e6), layout_of((4,), (1,))
     zipf = tuple(1.0 / (1 + expert) for expert in range(8))
     even = simulate(scenario_of(cluster, layout, toy()))
-    uneven = simulate(scenario_of(cluster, layout, toy(), expert_load=zipf))
+    uneven = simulate(scenario_of(cluster, layout, toy(expert_loads=zipf)))
     assert uneven.terms_s["tokens_s"] > even.terms_s["tokens_s"]
     assert uneven.step_s > 1.2 * even.step_s
 
@@ -238,9 +242,6 @@ def test_scenarios_that_cannot_be_are_refused():
         scenario_of(cluster, layout_of((2, 3), (1, 1)), toy())
     with pytest.raises(PlanError, match="6 experts cannot be shared evenly by .* 4 ranks"):
         scenario_of(cluster, layout, toy(model=dataclasses.replace(TOY, num_experts=6)))
-    for load in ((1.0,) * 3, (-1.0,) + (1.0,) * 7, (1.0,) + (0.0,) * 7):
-        with pytest.raises(PlanError, match=f"expert_load has {len(load)} entries"):
-            scenario_of(cluster, layout, toy(), expert_load=load)
     with pytest.raises(PlanError, match=r"deviation is at \(2,\), but the cluster .* has no such place"):
         scenario_of(cluster, layout, toy(), deviations=(Deviation(place=(2,)),))
     with pytest.raises(PlanError, match="bandwidth_factor 0 and slowdown 1.0, but must"):

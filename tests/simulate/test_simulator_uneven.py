@@ -6,7 +6,7 @@ import dataclasses
 import pytest
 from plan_cases import TOY, cluster_of, layout_of, toy
 
-from ds_hybridep.plan.choices import skewed_weights
+from ds_hybridep.plan.choices import skewed_loads
 from ds_hybridep.plan.layout import Rates
 from ds_hybridep.plan.stream_model import predict
 from ds_hybridep.simulate.scenario import Scenario
@@ -56,9 +56,8 @@ def test_one_rank_of_each_class_stands_for_all_of_them_with_hot_experts():
     assert found.step_s == pytest.approx(full.step_s, rel=1e-6)
 
 
-def test_a_skew_and_its_weights_are_the_same_routing():
+def test_a_skew_and_its_loads_are_the_same_routing():
     _, by_skew, scenario = steps((8,), (1,), 0, "direct", skew=2.0, num_hot=2)
-    weights = skewed_weights(2.0, 32, 8, 2)
-    even = dataclasses.replace(scenario.workload, skew=1.0)
-    by_weights = simulate(dataclasses.replace(scenario, workload=even, expert_load=weights))
-    assert by_weights.step_s == pytest.approx(by_skew.step_s, rel=1e-6)
+    given = dataclasses.replace(scenario.workload, skew=1.0, expert_loads=skewed_loads(2.0, 32, 8, 2))
+    by_loads = simulate(dataclasses.replace(scenario, workload=given))
+    assert by_loads.step_s == pytest.approx(by_skew.step_s, rel=1e-6)
