@@ -12,6 +12,7 @@ from ds_hybridep.errors import ConfigError, ExportError
 if TYPE_CHECKING:
     from ds_hybridep.export.writing import Plan
 
+HELP = "turn a checkpoint into a folder that from_pretrained loads"
 FORMS = {
     "adapters": "a folder of peft (default where the checkpoint has adapters)",
     "merged": "the whole model with its adapters added",
@@ -21,9 +22,7 @@ FORMS = {
 ADAPTER_CONFIGS = ("hybridep_adapter_config.json", "adapter_config.json")
 
 
-def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    """Adds `export` to the subcommands of the program."""
-    parser = subparsers.add_parser("export", help="turn a checkpoint into a folder that from_pretrained loads")
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("checkpoint", type=Path, metavar="CHECKPOINT", help="what save_checkpoint wrote, or a tag in it")
     add("--model", metavar="BASE", help="the folder, or name on the hub, that the training began from")
@@ -33,11 +32,9 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     forms = parser.add_mutually_exclusive_group()
     for form, what in FORMS.items():
         forms.add_argument(f"--{form}", dest="form", action="store_const", const=form, help=what)
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Writes the folder.  Returns 0."""
     # torch and transformers take seconds to import, which other subcommands do not need.
     from ds_hybridep.export import writing
     from ds_hybridep.export.checkpoint import open_checkpoint

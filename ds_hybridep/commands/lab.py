@@ -16,6 +16,7 @@ from ds_hybridep.lab.topology import LinkSpec, Topology, parse_duration, parse_r
 EXIT_FAILED = 1
 EXIT_TIMED_OUT = 124  # as `timeout` does
 
+HELP = "run a training script on emulated datacentres"
 DESCRIPTION = """\
 Runs a training script, unchanged, with one rank per emulated host. Hosts of one datacentre are joined by a fast
 link, datacentres by slow ones: every datacentre's uplink has the rate of --wan in each direction, and --delay passes
@@ -29,15 +30,7 @@ example:
 """
 
 
-def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    """Adds `lab` to the subcommands of the program."""
-    parser = subparsers.add_parser(
-        "lab",
-        help="run a training script on emulated datacentres",
-        description=DESCRIPTION,
-        epilog=EXAMPLE,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--dcs", required=True, metavar="DCxHOSTS", help="datacentres x hosts in each, such as 2x2")
     add("--wan", required=True, metavar="RATE", help="bandwidth of each datacentre's uplink, such as 200mbit")
@@ -46,11 +39,10 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     add("--timeout", default="600s", metavar="TIME", help="kill all ranks after this; default 600s")
     add("--log-dir", type=Path, help="folder for rank0.log, ...; default: a new temporary folder")
     add("command", nargs=argparse.REMAINDER, metavar="-- COMMAND ...", help="what each rank runs")
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Runs the parsed command line.  Returns 0, 1 if a rank failed, or 124 if the time limit was reached."""
+    """Returns 0, 1 if a rank failed, or 124 if the time limit was reached."""
     topology = Topology.parse(args.dcs)
     links = LinkSpec(
         wan_bits_per_s=parse_rate(args.wan, "--wan"),

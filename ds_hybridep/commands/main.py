@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The program `ds_hybridep`: predicts plans, measures links, emulates datacentres, reports on runs, exports models."""
+"""The program `ds_hybridep`: predicts plans, measures links, emulates datacentres, reports on runs, exports models.
+
+The module of a subcommand has its name, HELP, `add_arguments` and `run`, which returns the exit code.
+"""
 
 import argparse
 import sys
@@ -22,7 +25,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--local_rank", help=argparse.SUPPRESS)
     subparsers = parser.add_subparsers(required=True, metavar="SUBCOMMAND")
     for command in (plan, simulate, probe, lab, report, show, export, meet):
-        command.add_parser(subparsers)
+        subparser = subparsers.add_parser(
+            command.__name__.rpartition(".")[2],
+            help=command.HELP,
+            description=getattr(command, "DESCRIPTION", None),
+            epilog=getattr(command, "EXAMPLE", None),
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+        command.add_arguments(subparser)
+        subparser.set_defaults(run=command.run)
     args = parser.parse_args(argv)
     try:
         return int(args.run(args))

@@ -11,16 +11,15 @@ from ds_hybridep.errors import ConfigError
 from ds_hybridep.link import TLS, read_secret
 from ds_hybridep.sites.meeting import serve
 
+HELP = "run the meeting point of sites that train one model"
 
-def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    """Add the command."""
-    parser = commands.add_parser("meet", help="run the meeting point of sites that train one model")
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--port", type=int, required=True, help="port to listen on; all sites must reach it")
     parser.add_argument("--host", default="0.0.0.0", help="address to listen on (default: all)")
     parser.add_argument("--secret-file", type=Path, required=True, help="the file of sites.secret_file")
     for name in ("certificate", "key", "authority"):
         parser.add_argument(f"--{name}", type=Path, help=f"for TLS, as hybridep.link.tls.{name}")
-    parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -12,6 +12,7 @@ from ds_hybridep.plan.planner import Plan, make_plan
 from ds_hybridep.plan.question import Question
 from ds_hybridep.plan.summary import describe, ds_config_block, verdict
 
+HELP = "predict step times and choose domain sizes"
 DESCRIPTION = """\
 Predicts the step time of every plan for a model on a cluster and says which to use, or that something else is better.
 Nothing is run and no GPU is needed. Give the cluster as --cluster or as --dcs with --wan, and the model as
@@ -23,22 +24,12 @@ example:
 """
 
 
-def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    """Adds `plan` to the subcommands of the program."""
-    parser = subparsers.add_parser(
-        "plan",
-        help="predict step times and choose domain sizes",
-        description=DESCRIPTION,
-        epilog=EXAMPLE,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     asking.add_arguments(parser)
     parser.add_argument("--json", action="store_true", help="print JSON")
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Runs the parsed command line.  Returns 0.  Raises ConfigError or PlanError that name an argument."""
     question = asking.read_question(args)
     plan = make_plan(question)
     if args.json:

@@ -21,6 +21,7 @@ GAIN = 1.25  # other connections are kept if they are faster by more than this f
 TIMEOUT_S = 120.0
 LEVEL = re.compile(r"(?:([A-Za-z_]\w*)=)?([1-9]\d*)")
 
+HELP = "measure the links between ranks and write a cluster file"
 DESCRIPTION = """\
 Measures latency and bandwidth of every level, and writes them as a cluster file, which `ds_hybridep plan --cluster`
 and "levels" in the hybridep block read. Start it as a training script is started, one process per rank.
@@ -32,25 +33,15 @@ examples:
 """
 
 
-def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    """Adds `probe` to the subcommands of the program."""
-    parser = subparsers.add_parser(
-        "probe",
-        help="measure the links between ranks and write a cluster file",
-        description=DESCRIPTION,
-        epilog=EXAMPLE,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--levels", required=True, metavar="NAME=SIZE,...", help="levels of the job, slowest first, such as dc=2,gpu=8"
     )
     parser.add_argument("--out", type=Path, metavar="FILE", help="cluster file to write")
     parser.add_argument("--local_rank", type=int, default=0, help=argparse.SUPPRESS)  # DeepSpeed's launcher sets it
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Runs the parsed command line.  Returns 0.  Raises ConfigError or CommunicationError."""
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
     from ds_hybridep.adaptive.probe import LinkProbe, probe_links
     from ds_hybridep.link import Options

@@ -14,6 +14,7 @@ from typing import Any
 
 from ds_hybridep.version import __version__
 
+HELP = "print versions, settings and kernels, and whether the block is found"
 SETTINGS = (  # of docs/environment.md, those that a user sets and that name no host
     "TORCH_DEVICE_BACKEND_AUTOLOAD", "HYBRIDEP_SITE", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "DS_ACCELERATOR",
     "OMP_NUM_THREADS", "TORCH_EXTENSIONS_DIR", "CXX", "CUDA_HOME", "TORCH_CUDA_ARCH_LIST", "DS_BUILD_HYBRIDEP",
@@ -21,16 +22,11 @@ SETTINGS = (  # of docs/environment.md, those that a user sets and that name no 
 PACKAGES = ("deepspeed", "torch", "transformers", "peft", "numpy")
 
 
-def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    """Adds `report` to the subcommands of the program."""
-    parser = subparsers.add_parser(
-        "report", help="print versions, settings and kernels, and whether the block is found"
-    )
-    parser.set_defaults(run=run)
+def add_arguments(_parser: argparse.ArgumentParser) -> None:
+    pass
 
 
 def run(_args: argparse.Namespace) -> int:
-    """Prints the report.  Always returns 0."""
     builders: Any = importlib.import_module("ds_hybridep.op_builder")
     for device_type in ("cpu", "cuda"):
         builder = builders.HybridEPBuilder(device_type)

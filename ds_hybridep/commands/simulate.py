@@ -11,6 +11,7 @@ from ds_hybridep.plan.cluster import Cluster
 from ds_hybridep.simulate import comparison
 from ds_hybridep.simulate.scenario import Deviation
 
+HELP = "simulate a step of plans event by event, on up to thousands of datacentres"
 DESCRIPTION = """\
 Simulates one training step of plans event by event: the best plan that `plan` finds, the ways to compare with, and the
 domain sizes given with --domains. Takes the arguments of `plan` for cluster, model, training and machines.
@@ -21,15 +22,7 @@ example:
 """
 
 
-def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    """Adds `simulate` to the subcommands of the program."""
-    parser = subparsers.add_parser(
-        "simulate",
-        help="simulate a step of plans event by event, on up to thousands of datacentres",
-        description=DESCRIPTION,
-        epilog=EXAMPLE,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     asking.add_arguments(parser)
     add = parser.add_argument_group("plans").add_argument
     add("--domains", action="append", default=[], metavar="N,N", help="also simulate these domain sizes")
@@ -47,11 +40,9 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     add("--json", action="store_true", help="print JSON")
     add("--trace", type=Path, metavar="FILE.json", help="write a trace of the best plan, for Perfetto or Chrome")
     add("--rank", type=int, action="append", default=[], help="rank to trace; may be repeated; default 0")
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Runs the parsed command line.  Returns 0.  Raises ConfigError or PlanError that name an argument."""
     question = asking.read_question(args)
     if args.jitter < 0:
         raise ConfigError(f"--jitter: got {args.jitter:g}, wanted at least 0")
