@@ -52,12 +52,7 @@ class JobPlanner:
     """
 
     def __init__(
-        self,
-        config: HybridEPConfig,
-        specs: Sequence[LayerSpec],
-        workload: Workload,
-        *,
-        micro_steps: Callable[[], int],
+        self, config: HybridEPConfig, specs: Sequence[LayerSpec], workload: Workload, *, micro_steps: Callable[[], int]
     ) -> None:
         self.history: list[dict[str, Any]] = []
         with announcing_failure():

@@ -15,11 +15,4 @@ from ds_hybridep.codecs.interface import Codec, CodecState, PacketOrder
 from ds_hybridep.codecs.patch import Patch
 from ds_hybridep.codecs.registry import make_codec, make_weight_codec
 
-__all__ = [
-    "Codec",
-    "CodecState",
-    "PacketOrder",
-    "Patch",
-    "make_codec",
-    "make_weight_codec",
-]
+__all__ = ["Codec", "CodecState", "PacketOrder", "Patch", "make_codec", "make_weight_codec"]

@@ -114,13 +114,7 @@ class LowRank(Codec):
         return self._encode_compiled(source, a, other, state, payload, a if source == Source.RESIDUAL else None)
 
     def _encode_compiled(
-        self,
-        source: Source,
-        a: Tensor,
-        other: Tensor | None,
-        state: CodecState,
-        payload: Tensor,
-        sizes: Tensor | None,
+        self, source: Source, a: Tensor, other: Tensor | None, state: CodecState, payload: Tensor, sizes: Tensor | None
     ) -> Tensor | None:
         kernels = self.compiled(a.device)
         if kernels is None or self.rest is not None:

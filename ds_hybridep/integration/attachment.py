@@ -105,12 +105,7 @@ class Attachment(EngineStep):
     """
 
     def __init__(
-        self,
-        engine: Any,
-        config: HybridEPConfig,
-        facts: Facts,
-        layers: Mapping[str, Any],
-        planner: JobPlanner | None,
+        self, engine: Any, config: HybridEPConfig, facts: Facts, layers: Mapping[str, Any], planner: JobPlanner | None
     ) -> None:
         super().__init__(weakref.proxy(engine), layers, planner)
         self.facts, self._plan_patches = facts, Patches()

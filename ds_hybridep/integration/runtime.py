@@ -227,9 +227,7 @@ class HybridRuntime:
 
 
 def _targets(
-    transport: Transport,
-    planned: Sequence[PlannedLayer],
-    parameters: Callable[[], Iterable[tuple[str, nn.Parameter]]],
+    transport: Transport, planned: Sequence[PlannedLayer], parameters: Callable[[], Iterable[tuple[str, nn.Parameter]]]
 ) -> dict[str, Target]:
     """Return this rank's parameters by their names in its model; its experts' are parts of their stacks."""
     targets = [one for layer in planned for one in layer.targets(transport.rank, transport.world_size)]

@@ -6,12 +6,7 @@ from dataclasses import dataclass
 
 from ds_hybridep.plan.activations import activations_of
 from ds_hybridep.plan.cluster import Cluster
-from ds_hybridep.plan.costs import (
-    gradient_residuals,
-    has_patches,
-    layers_in_flight,
-    lossy_weight_values,
-)
+from ds_hybridep.plan.costs import gradient_residuals, has_patches, layers_in_flight, lossy_weight_values
 from ds_hybridep.plan.held import dense_parameters, shared_experts
 from ds_hybridep.plan.layout import Layout
 from ds_hybridep.plan.routing import experts_per_rank, routing_of

@@ -54,11 +54,7 @@ class RankClasses:
 
 
 def merge_ranks(
-    cluster: Cluster,
-    patterns: Mapping[Peers, Ints],
-    attributes: Sequence[Floats],
-    *,
-    max_classes: int | None = None,
+    cluster: Cluster, patterns: Mapping[Peers, Ints], attributes: Sequence[Floats], *, max_classes: int | None = None
 ) -> RankClasses | None:
     """The coarsest equitable partition; None if it has more than `max_classes` classes.
 

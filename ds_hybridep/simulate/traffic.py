@@ -104,14 +104,7 @@ class Traffic:
 class TrafficMaker:
     """Makes flows between classes of ranks; is_fair_to_flows is that of `Scenario`."""
 
-    def __init__(
-        self,
-        ranks: Ranks,
-        routing: Routing,
-        classes: RankClasses,
-        *,
-        is_fair_to_flows: bool = True,
-    ) -> None:
+    def __init__(self, ranks: Ranks, routing: Routing, classes: RankClasses, *, is_fair_to_flows: bool = True) -> None:
         self._ranks, self.cluster, self.classes = ranks, ranks.cluster, classes
         self._far = tuple(chance[classes.examples] for chance in routing.chances)
         self._near = tuple(chance[classes.examples] for chance in routing.near_chances)

@@ -53,12 +53,7 @@ class Exchange:
 
 
 def build_exchanges(
-    stages: Sequence[Stage],
-    transport: Transport,
-    group: str,
-    kernels: Kernels,
-    layer: str,
-    device: torch.device,
+    stages: Sequence[Stage], transport: Transport, group: str, kernels: Kernels, layer: str, device: torch.device
 ) -> tuple[Exchange, ...]:
     """Make the exchanges of one layer's route, and their channels; all ranks of the group call in the same order."""
     return tuple(
