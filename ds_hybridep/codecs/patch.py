@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from ds_hybridep.codecs import packet, patch_format
-from ds_hybridep.codecs.patch_format import MANTISSA_BITS
+from ds_hybridep.codecs.patch_format import MANTISSA_BITS, SEGMENT
 from ds_hybridep.errors import PacketError
 from ds_hybridep.kernels import CompiledCodecs, Mode, load_codec_kernels
 from ds_hybridep.plan.packets import PATCH_PREFIX_BYTES as PREFIX_BYTES
@@ -49,7 +49,7 @@ class Patch:
 
     def max_bytes(self, num_elements: int) -> int:
         """Return the most bytes of a packet of `num_elements`: 2 for each, 5 for each 2^20 of them, and 24."""
-        return PREFIX_BYTES + patch_format.max_payload_bytes(num_elements)
+        return PREFIX_BYTES + 2 * num_elements + 5 * -(-num_elements // SEGMENT)  # every segment as its new values
 
     def encode(self, new: Tensor, sent: Tensor, out: Tensor, sequence: int) -> int:
         """Write the packet that turns `sent` into `new` to the start of `out`, and set sent to new.

@@ -56,11 +56,6 @@ TOP_SHARE = 8  # more than 1 / TOP_SHARE of the sampled weights have an exponent
 CHECK_MODULUS = 2**32
 
 
-def max_payload_bytes(num_elements: int) -> int:
-    """Return the most bytes of a payload: every segment as its new values."""
-    return 2 * num_elements + 5 * -(-num_elements // SEGMENT)
-
-
 def encode(new: Tensor, sent: Tensor, payload: Tensor, *, mantissa_bits: int) -> tuple[int, int]:
     """Write the payload that turns `sent` into `new`, and set sent to new.  Returns bytes written and `checksum`."""
     values, old = _bits(new), _bits(sent)

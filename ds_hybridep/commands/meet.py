@@ -32,13 +32,18 @@ def run(arguments: argparse.Namespace) -> int:
     context = TLS(*files).contexts()[1] if all(files) else None
     secret = read_secret(arguments.secret_file, "--secret-file")
     with contextlib.suppress(KeyboardInterrupt):
-        asyncio.run(serve(arguments.host, arguments.port, secret, context, _say, _ready))
+        asyncio.run(
+            serve(
+                arguments.host,
+                arguments.port,
+                secret,
+                context,
+                _say,
+                lambda port: _say(f"meeting point on port {port}"),
+            )
+        )
     return 0
 
 
 def _say(text: str) -> None:
     print(f"{time.strftime('%H:%M:%S')} {text}", flush=True)
-
-
-def _ready(port: int) -> None:
-    _say(f"meeting point on port {port}")

@@ -56,7 +56,7 @@ class CompiledKernels:
     def __init__(self, extension: Any) -> None:
         """Wrap `extension`, the module that HybridEPBuilder loads."""
         self.extension = extension
-        self.lane: Lane = _threads
+        self.lane: Lane = lambda device: nullcontext(torch.get_num_threads())
 
     def plan_routes(self, topk_idx: Tensor, expert_to_destination: Tensor, num_destinations: int) -> RoutePlan:
         sizes = sizes_of("plan_routes", *"TKE", topk_idx=topk_idx, expert_to_destination=expert_to_destination)
@@ -146,10 +146,6 @@ def _type_code(name: str, dtype: torch.dtype) -> int:
         wanted = ", ".join(str(dtype) for dtype in TYPE_CODES)
         raise TypeError(f'{name}: got {dtype}, wanted one of {wanted}; the "reference" kernels take any')
     return code
-
-
-def _threads(device: torch.device) -> AbstractContextManager[int]:
-    return nullcontext(torch.get_num_threads())
 
 
 # --- Checks of shapes and dtypes: a wrong one would make the extension read memory that is not the tensor's ----------

@@ -51,7 +51,8 @@ def sites_of(
 
     Under ZeRO 2, gradients leave while the last backward runs.
     """
-    num_sites, held = cluster.sizes[0], _held(alone, inside, workload)
+    num_sites = cluster.sizes[0]
+    held = dense_parameters(alone, inside, workload), shared_experts(alone, inside, workload)
     coded_bytes = codec_s = 0.0
     for one, codec in zip(held, (codecs.dense_gradient, codecs.gradient), strict=True):
         plain = one.slot_bytes(IDENTITY)
@@ -65,33 +66,18 @@ def sites_of(
         computing_s = terms["dense_s"] + terms["experts_s"] + terms["tokens_s"]
         backward_s = BACKWARD_SHARE * computing_s / workload.micro_steps
         hidden_s = rates.overlap * min(transfer_s * (1 - 1 / MOST_LEAVES), backward_s)
-    kept_bytes = _kept_bytes(held, workload, codecs, every) if inside.state == "host" else 0.0
-    codec_s += 2 * kept_bytes / HOST_BYTES_PER_S
+    kept_bytes = _kept_bytes(held, workload, codecs, every)
+    on_device, on_host = (0.0, kept_bytes) if inside.state == "host" else (kept_bytes, 0.0)
+    codec_s += 2 * on_host / HOST_BYTES_PER_S
     exchange_s = codec_s / every + transfer_s - hidden_s + TRIPS * latencies_of(cluster)[0]
+    memory = memory_of(alone, inside, workload)
     return Sites(
         every=every,
         step_s=whole.step_s + exchange_s,
         exchange_s=exchange_s,
         hidden_s=hidden_s,
         uplink_bytes=uplink_bytes,
-        memory=_memory(alone, inside, workload, codecs, every),
-    )
-
-
-def _held(alone: Cluster, inside: Layout, workload: Workload) -> tuple[Held, Held]:
-    """What a rank has a part of: dense parameters and experts."""
-    return dense_parameters(alone, inside, workload), shared_experts(alone, inside, workload)
-
-
-def _memory(alone: Cluster, inside: Layout, workload: Workload, codecs: LevelCodecs, every: int) -> Memory:
-    """The memory of the job, and what the exchange keeps from step to step."""
-    memory = memory_of(alone, inside, workload)
-    num_bytes = _kept_bytes(_held(alone, inside, workload), workload, codecs, every)
-    on_host = inside.state == "host"
-    return replace(
-        memory,
-        sync_bytes=memory.sync_bytes + (0.0 if on_host else num_bytes),
-        host_bytes=memory.host_bytes + (num_bytes if on_host else 0.0),
+        memory=replace(memory, sync_bytes=memory.sync_bytes + on_device, host_bytes=memory.host_bytes + on_host),
     )
 
 

@@ -65,15 +65,17 @@ class LocalSteps:
 
     def begin(self) -> None:
         """Begin anew from this rank's weights: they are the common ones."""
-        for fragment, kept in zip(self._fragments, self._common, strict=True):
-            for own, common in zip((t for one in fragment for t in one.tensors), kept, strict=True):
-                common.copy_(own)
+        for own, common in self._pairs():
+            common.copy_(own)
 
     def reset(self) -> None:
         """Set this rank's weights to the common ones."""
-        for fragment, kept in zip(self._fragments, self._common, strict=True):
-            for own, common in zip((t for one in fragment for t in one.tensors), kept, strict=True):
-                own.copy_(common)
+        for own, common in self._pairs():
+            own.copy_(common)
+
+    def _pairs(self) -> list[tuple[Tensor, Tensor]]:
+        owned = [tensor for fragment in self._fragments for one in fragment for tensor in one.tensors]
+        return list(zip(owned, self.common(), strict=True))
 
     def drift(self) -> float:
         """Return the L2 distance of this rank's weights from the common ones, over the norm of the common ones."""

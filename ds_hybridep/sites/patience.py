@@ -23,11 +23,6 @@ class Patience:
             self._say(f"{self._what}, for {waited_s:.0f} s so far{f': {why}' if why else ''}")
             self._next_s = GROWTH * waited_s
 
-    def end(self) -> None:
-        """Say that it goes on, if it was said that it waits."""
-        if self._next_s > FIRST_S:
-            self._say(f"{self._what} no longer; it goes on after {time.monotonic() - self._began:.0f} s")
-
     def _say(self, text: str) -> None:
         if self._what:
             logger.warning("hybridep: %s", text)
@@ -36,5 +31,5 @@ class Patience:
         return self
 
     def __exit__(self, kind: Any, *_: object) -> None:
-        if kind is None:
-            self.end()
+        if kind is None and self._next_s > FIRST_S:  # else nothing was said
+            self._say(f"{self._what} no longer; it goes on after {time.monotonic() - self._began:.0f} s")

@@ -17,7 +17,6 @@ from torch import Tensor
 
 from ds_hybridep.codecs import Codec, CodecState
 from ds_hybridep.plan.packets import ALIGNMENT_BYTES
-from ds_hybridep.sync.home import Home
 
 BLOCK_ELEMENTS = 2**20  # converted at a time, because a copy of all may be too large
 
@@ -92,13 +91,6 @@ class MessageLayout:
             message.as_strided((num_experts, num_bytes), (num_bytes, 1), offset + start)
             for num_experts, num_bytes, start in self._places[1]
         ]
-
-    def new_states(self, device: torch.device) -> list[CodecState]:
-        return [self.codec.new_state(part.num_experts, part.rows, part.cols, device=device) for part in self.parts]
-
-    def new_values(self, home: Home) -> list[Tensor]:
-        """Return zeros, fp32 [e, rows, cols] for each part."""
-        return [home.zeros(part.num_experts, part.rows, part.cols) for part in self.parts]
 
     @cached_property
     def _places(self) -> tuple[int, list[tuple[int, int, int]]]:

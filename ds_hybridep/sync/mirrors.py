@@ -55,8 +55,9 @@ class Mirror:
 
     def __init__(self, layout: MessageLayout, home: Home, values: Sequence[Tensor] | None = None) -> None:
         self.layout, self.home = layout, home
-        self.values = layout.new_values(home) if values is None else list(values)
-        self.states = layout.new_states(home.device)
+        shapes = [(part.num_experts, part.rows, part.cols) for part in layout.parts]
+        self.values = [home.zeros(*shape) for shape in shapes] if values is None else list(values)
+        self.states = [layout.codec.new_state(*shape, device=home.device) for shape in shapes]
 
     def assign(self, weights: Sequence[Tensor]) -> None:
         """Take over weights that were sent exactly, [e, *shape] for each part."""
