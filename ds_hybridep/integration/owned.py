@@ -147,26 +147,27 @@ def _of_zero_3(owned: Owned) -> tuple[list[OwnedSlice], Callable[[], None]]:
 
 
 def _of_bf16(owned: Owned) -> tuple[list[OwnedSlice], Callable[[], None]]:
-    optimizer, slices = owned._optimizer, []
-    flats = list(
-        zip(
-            optimizer.fp32_groups_gradients_flat, optimizer.fp32_groups_gradient_flat_partition,
-            optimizer.real_dp_process_group, strict=True,
-        )
-    )  # fmt: skip
-    for (_, own, group), parameters in zip(flats, optimizer.bf16_groups, strict=True):
-        spans = [whole(owned._names[id(parameter)], parameter.shape) for parameter in parameters]
-        one = _piece(own, spans, group_ranks(group).index(own_rank()))
-        if one is not None:
-            slices.append(OwnedSlice(*one, is_moe_param(parameters[0])))
+    optimizer = owned._optimizer
+    flats, partitions = optimizer.fp32_groups_gradients_flat, optimizer.fp32_groups_gradient_flat_partition
 
     def finish() -> None:
-        for flat, own, group in flats:
+        for flat, own, group in zip(flats, partitions, optimizer.real_dp_process_group, strict=True):
             share(flat, own, group)
         # Another site may have gradients where this one has none: norms and clipping must see them all.
         optimizer.fp32_groups_has_gradients = [[True] * len(group) for group in optimizer.bf16_groups]
 
-    return slices, finish
+    return _parts_of_bf16(owned, partitions), finish
+
+
+def _parts_of_bf16(owned: Owned, partitions: list[Tensor]) -> list[OwnedSlice]:
+    """Return this rank's partitions of BF16_Optimizer's flat buffers, one for each parameter group, as slices."""
+    optimizer, slices = owned._optimizer, []
+    columns = partitions, optimizer.bf16_groups, optimizer.real_dp_process_group
+    for own, parameters, group in zip(*columns, strict=True):
+        spans = [whole(owned._names[id(parameter)], parameter.shape) for parameter in parameters]
+        if (one := _piece(own.detach(), spans, group_ranks(group).index(own_rank()))) is not None:
+            slices.append(OwnedSlice(*one, is_moe_param(parameters[0])))
+    return slices
 
 
 def _piece(own: Tensor, spans: list[Span], rank: int) -> tuple[tuple[Span, ...], tuple[Tensor, ...]] | None:
@@ -235,13 +236,7 @@ def _masters_of(owned: Owned) -> tuple[list[OwnedSlice], Callable[[], None]]:
                 slices.append(OwnedSlice(tuple(spans), tuple(values), is_moe_param(parameters[0])))
         return slices, optimizer.update_lp_params
     if owned._kind is _of_bf16:
-        for index, parameters in enumerate(optimizer.bf16_groups):
-            spans = [whole(owned._names[id(parameter)], parameter.shape) for parameter in parameters]
-            own = optimizer.fp32_groups_flat_partition[index].detach()
-            rank = group_ranks(optimizer.real_dp_process_group[index]).index(own_rank())
-            if (one := _piece(own, spans, rank)) is not None:
-                slices.append(OwnedSlice(*one, is_moe_param(parameters[0])))
-        return slices, optimizer.update_lp_params
+        return _parts_of_bf16(owned, optimizer.fp32_groups_flat_partition), optimizer.update_lp_params
     raise UnsupportedError(
         "hybridep.sites.every above 1 needs ZeRO stage 1 or 2, where each rank owns a part of the weights; set "
         "zero_optimization.stage, or every to 1"
