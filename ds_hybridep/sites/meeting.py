@@ -16,6 +16,7 @@ A member that has all packets of a step which another member has already applied
 
 import asyncio
 import hmac
+import itertools
 import json
 import ssl
 import time
@@ -28,6 +29,7 @@ from ds_hybridep.sites import protocol
 MAX_STRANGERS = 64  # connections that have not proved the secret
 HANDSHAKE_S = 10.0
 TICK_S = 0.25
+TICKS_OF_A_BEAT = 4  # between heartbeats, which sites answer
 GRACE_S = 3.0  # after its connection ended, a site that the others do not reach either is gone
 MOST_TRIES = 2  # of one set of members at one step, before a site that others do not reach is left out
 
@@ -126,8 +128,6 @@ class Meeting:
             site.call, site.was_told = said, False
             self._first_call_at = self._first_call_at or site.heard_at
             self.tick()
-        elif said["op"] == "beat":
-            site.send({"op": "beat"})
         elif said["op"] == "leave":
             self._remove(site, "has left")
             self.tick()
@@ -280,9 +280,11 @@ async def serve(
     )
     on_ready(server.sockets[0].getsockname()[1])
     async with server:
-        while True:
+        for number in itertools.count():
             await asyncio.sleep(TICK_S)
             meeting.tick()
+            for site in meeting.sites.values() if number % TICKS_OF_A_BEAT == 0 else ():
+                site.send({"op": "beat"})
 
 
 async def _admit(

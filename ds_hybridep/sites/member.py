@@ -149,7 +149,10 @@ class Member:
             if said["op"] == "refused":
                 raise _Refused(said["text"], may_pass="is here already" in said["text"])
             self.is_running = said["is_running"]
-            sock.settimeout(protocol.BEAT_S)
+            sock.settimeout(self._wait_s)
+        except EOFError as error:
+            sock.close()
+            raise ConnectionError(f"{error} in the handshake; is TLS configured on both sides or on none?") from None
         except BaseException:
             sock.close()
             raise
@@ -183,43 +186,28 @@ class Member:
                             self._changed.notify_all()
 
     def _listen(self) -> None:
-        sock, buffer, beat_at = self._sock, bytearray(), 0.0
+        sock = self._sock
         assert sock is not None
         while not self._is_closed:
-            now = time.monotonic()
-            if now - beat_at >= protocol.BEAT_S:
-                with self._changed:
-                    sock.sendall(protocol.pack({"op": "beat"}))
-                beat_at = now
-            if now - self.heard_at > self._wait_s:
-                raise TimeoutError(f"nothing was heard of it for {self._wait_s:g} s")
             try:
-                part = sock.recv(2**16)
-            except (TimeoutError, ssl.SSLWantReadError):
-                continue
-            if not part:
-                raise EOFError("it was closed")
-            buffer += part
+                said = _receive(sock)
+            except TimeoutError:
+                raise TimeoutError(f"nothing was heard of it for {self._wait_s:g} s") from None
             self.heard_at = time.monotonic()
-            while len(buffer) >= protocol.LENGTH.size:
-                (length,) = protocol.LENGTH.unpack_from(buffer)
-                end = protocol.LENGTH.size + length
-                if length > protocol.MAX_MESSAGE_BYTES:
-                    raise ValueError(f"it sent a message of {length} bytes")
-                if len(buffer) < end:
-                    break
-                self._hear(json.loads(bytes(buffer[protocol.LENGTH.size : end])))
-                del buffer[:end]
+            self._hear(said)
 
     def _hear(self, said: dict[str, Any]) -> None:
         if said["op"] == "note":
             logger.warning("hybridep: %s", said["text"])
         elif said["op"] == "change":
             self.wants_change = True
-        elif said["op"] != "beat":
+        else:
             with self._changed:
-                self._answer = said
-                self._changed.notify_all()
+                if said["op"] == "beat":
+                    self._send({"op": "beat"})
+                else:
+                    self._answer = said
+                    self._changed.notify_all()
 
     def _send(self, message: dict[str, Any]) -> None:
         """Send, under the lock; if the connection is broken, `_connect` sends the call again."""
@@ -238,7 +226,7 @@ def _read(sock: socket.socket, count: int) -> bytes:
     got = b""
     while len(got) < count:
         if not (part := sock.recv(count - len(got))):
-            raise ConnectionError("it was closed in the handshake; is TLS configured on both sides or on none?")
+            raise EOFError("it was closed")
         got += part
     return got
 

@@ -23,7 +23,6 @@ HELLO_BYTES = CHALLENGE_BYTES + PROOF_BYTES
 ANSWER_BYTES = 1 + PROOF_BYTES
 LENGTH = struct.Struct("!I")
 MAX_MESSAGE_BYTES = 2**20
-BEAT_S = 1.0  # between a site's heartbeats
 
 
 def challenge() -> bytes:
