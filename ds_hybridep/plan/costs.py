@@ -10,7 +10,6 @@ from ds_hybridep.plan.layout import IDENTITY, Layout
 from ds_hybridep.plan.packets import Part
 from ds_hybridep.plan.routing import experts_per_rank, routing_of
 from ds_hybridep.plan.slots import part_of
-from ds_hybridep.plan.token_route import expected_rows
 from ds_hybridep.plan.workload import MASTER_BYTES, Workload
 
 HOST_BYTES_PER_S = 50e9  # between a GPU and the host's memory, for state that the host keeps
@@ -26,21 +25,9 @@ def ranks_below(cluster: Cluster) -> tuple[int, ...]:
 
 
 def row_counts(layout: Layout, workload: Workload) -> tuple[float, ...]:
-    """Rows that one rank sends over each level in one dispatch, on average; DeepSpeed's layer sends the capacity."""
-    model = workload.model
-    if layout.is_padded:
-        rows_per_peer = padded_rows(layout, workload)
-        # (span_l - 1) span_(l+1) span_(l+2) ... peers differ from the rank first at level l.
-        peers = ((span - 1) * math.prod(layout.spans[level + 1 :]) for level, span in enumerate(layout.spans))
-        return tuple(count * rows_per_peer for count in peers)
-    routing = routing_of(layout, workload)
-    if routing.is_even:
-        rows = expected_rows(
-            layout.domain_counts, model.num_experts, model.top_k, workload.tokens_per_rank, layout.exchange
-        )
-    else:
-        rows = tuple(workload.tokens_per_rank * count for count in routing.sent_rows(layout.exchange))
-    return tuple(workload.row_scale * count for count in rows)
+    """Rows that one rank sends over each level in one dispatch of our own exchange, on average."""
+    rows = routing_of(layout, workload).sent_rows(layout.exchange)
+    return tuple(workload.row_scale * workload.tokens_per_rank * count for count in rows)
 
 
 def padded_rows(layout: Layout, workload: Workload) -> float:

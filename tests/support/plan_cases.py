@@ -45,7 +45,7 @@ def cases(draw):
     layout = Layout(
         spans=spans,
         domain_sizes=(1,) * len(spans) if is_padded else ours,
-        codecs=tuple(LevelCodecs(*(draw(codec) for _ in range(5))) for _ in spans),
+        codecs=tuple(LevelCodecs(*(draw(codec) for _ in range(4))) for _ in spans),
         prefetch_depth=draw(st.integers(0, 4)),
         exchange=draw(st.sampled_from(["direct", "hierarchical"])),
         is_padded=is_padded,
