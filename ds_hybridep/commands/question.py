@@ -42,26 +42,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--tflops", type=float, default=DEFAULT_TFLOPS, help="peak TFLOPS of a GPU; default %(default)g")
     add("--mfu", type=float, default=DEFAULT_MFU, help="share of the peak that is reached; default %(default)g")
     add(
-        "--overlap",
-        type=float,
-        default=1.0,
-        metavar="SHARE",
+        "--overlap", type=float, default=1.0, metavar="SHARE",
         help="share of transfers that hide behind computation, where they can; default %(default)g",
-    )
+    )  # fmt: skip
     add("--memory", type=float, metavar="GB", help="memory of a GPU, activations included; no limit by default")
     add("--hot-memory-gb", type=float, metavar="GB", help="memory of a GPU for hot experts; no limit by default")
     add(
-        "--dense-sync",
-        choices=("hierarchical", "deepspeed"),
-        default="hierarchical",
+        "--dense-sync", choices=("hierarchical", "deepspeed"), default="hierarchical",
         help="who synchronises what several ranks hold: this package, level by level, or DeepSpeed, without codecs",
-    )
+    )  # fmt: skip
     add(
-        "--codecs",
-        choices=(RECOMMENDED, EXACT),
-        default=RECOMMENDED,
+        "--codecs", choices=(RECOMMENDED, EXACT), default=RECOMMENDED,
         help="codecs to try at each level; default %(default)s, which includes exact ones",
-    )
+    )  # fmt: skip
 
 
 def _add_job_arguments(parser: argparse.ArgumentParser) -> None:
@@ -74,38 +67,27 @@ def _add_job_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("model and training").add_argument
     names = ", ".join(ready_names())
     add(
-        "--model",
-        required=True,
-        metavar="NAME|FILE",
+        "--model", required=True, metavar="NAME|FILE",
         help=f"{names}, a Hugging Face config.json, or a file with layers, hidden, ffn, experts, top_k",
-    )
+    )  # fmt: skip
     add(
-        "--tokens",
-        type=_positive,
-        default=DEFAULT_TOKENS,
-        metavar="N",
+        "--tokens", type=_positive, default=DEFAULT_TOKENS, metavar="N",
         help="tokens per GPU and micro-step; default %(default)s",
-    )
+    )  # fmt: skip
     add("--accumulation", type=_positive, default=1, metavar="N", help="gradient_accumulation_steps")
     add("--zero-stage", type=int, choices=(0, 1, 2), default=1)
     add("--dtype", choices=sorted(DTYPE_BYTES), help="type of parameters and activations; default bf16")
     add(
-        "--learning-rate",
-        type=float,
-        default=DEFAULT_LEARNING_RATE,
-        metavar="LR",
+        "--learning-rate", type=float, default=DEFAULT_LEARNING_RATE, metavar="LR",
         help="learning rate of AdamW, which decides the size of patches; default %(default)g",
-    )
+    )  # fmt: skip
     add("--checkpointing", action="store_true", help="activation checkpointing")
     add("--fused-loss", action="store_true", help="the loss is computed in pieces, without all logits in memory")
     add("--lora-rank", type=_positive, metavar="R", help="train LoRA adapters of this rank only")
     add(
-        "--skew",
-        type=float,
-        default=1.0,
-        metavar="X",
+        "--skew", type=float, default=1.0, metavar="X",
         help="rows of the fullest GPU over the mean, as 'imbalance' in a report; default %(default)g, even routing",
-    )
+    )  # fmt: skip
     add("--ep-size", type=_positive, metavar="N", help="size of the expert-parallel group; default: the best")
 
 

@@ -28,13 +28,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--domains", action="append", default=[], metavar="N,N", help="also simulate these domain sizes")
     add = parser.add_argument_group("conditions").add_argument
     add(
-        "--slow",
-        action="append",
-        default=[],
-        metavar="PLACE:KEY=VALUE,...",
+        "--slow", action="append", default=[], metavar="PLACE:KEY=VALUE,...",
         help="a place that is slower: '3:bandwidth=0.5' halves the uplink of DC 3, '3.1:compute=2' doubles "
         "the seconds of its GPU 1; may be repeated",
-    )
+    )  # fmt: skip
     add("--jitter", type=float, default=0.0, metavar="SHARE", help="random share that computations take longer")
     add = parser.add_argument_group("output of the simulation").add_argument
     add("--json", action="store_true", help="print JSON")
