@@ -32,16 +32,7 @@ def run(arguments: argparse.Namespace) -> int:
     context = TLS(*files).contexts()[1] if all(files) else None
     secret = read_secret(arguments.secret_file, "--secret-file")
     with contextlib.suppress(KeyboardInterrupt):
-        asyncio.run(
-            serve(
-                arguments.host,
-                arguments.port,
-                secret,
-                context,
-                _say,
-                lambda port: _say(f"meeting point on port {port}"),
-            )
-        )
+        asyncio.run(serve(arguments.host, arguments.port, secret, context, _say))
     return 0
 
 

@@ -247,10 +247,9 @@ class Meeting:
 
 
 async def serve(
-    host: str, port: int, secret: bytes, context: ssl.SSLContext | None = None,
-    log: Callable[[str], None] = lambda _: None, on_ready: Callable[[int], None] = lambda _: None,
-) -> None:  # fmt: skip
-    """Run a meeting point until cancelled.  on_ready: called with the port that it listens on (port 0: any)."""
+    host: str, port: int, secret: bytes, context: ssl.SSLContext | None, log: Callable[[str], None]
+) -> None:
+    """Run a meeting point until cancelled.  port: 0 for any; log: is told which one it is, and what happens."""
     meeting = Meeting(log)
     strangers: dict[asyncio.StreamWriter, None] = {}  # in the order in which they came
 
@@ -278,7 +277,7 @@ async def serve(
     server = await asyncio.start_server(
         connected, host, port, ssl=context, limit=2**16, backlog=MAX_STRANGERS, **limits
     )
-    on_ready(server.sockets[0].getsockname()[1])
+    log(f"meeting point on port {server.sockets[0].getsockname()[1]}")
     async with server:
         for number in itertools.count():
             await asyncio.sleep(TICK_S)
