@@ -177,31 +177,25 @@ class Crossing:
     def _said(self, ours: Tensor) -> list[Tensor]:
         """Tell all other members something short; return what all members say, in their order."""
         self._check()
-        others = [name for name in self.members if name != self._site]
-        said, waiting = {name: torch.empty_like(ours) for name in others}, {}
+        said = {name: ours if name == self._site else torch.empty_like(ours) for name in self.members}
+        have, others = self._channels["have"], [name for name in self.members if name != self._site]
+        waiting = {name: have.receive(self._index(name), into=said[name]) for name in others}
         for name in others:
-            rank = self._index(name)
-            waiting[name] = self._channels["have"].receive(rank, into=said[name])
-            try:
-                self._channels["have"].send(rank, ours)
-                self._counters[name].sent_bytes += ours.nbytes
-            except CommunicationError:
-                self._fail(name)
+            self._send(name, ours, channel="have")
         for name, handle in waiting.items():
             try:
-                self._wait([handle], name)
-                if len(view := handle.wait()) != ours.nbytes:
+                if len(view := self._arrived(handle, name)) != ours.nbytes:
                     raise CommunicationError(f"{len(view)} bytes came instead of {ours.nbytes}")
                 self._counters[name].received_bytes += ours.nbytes
             except CommunicationError:
                 self._fail(name)
         self._check()
-        return [ours if name == self._site else said[name] for name in self.members]
+        return list(said.values())
 
-    def _send(self, name: str, packet: Tensor, kind: str) -> bool:
+    def _send(self, name: str, packet: Tensor, kind: str = "", channel: str = "gradients") -> bool:
         """Send something of an exchange to a site; False if it is gone."""
         try:
-            self._channels["gradients"].send(self._index(name), packet, kind=kind)
+            self._channels[channel].send(self._index(name), packet, kind=kind)
         except CommunicationError:
             if name in self.members:
                 self._fail(name)
