@@ -3,7 +3,7 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Literal
 
@@ -52,7 +52,7 @@ class LevelCodecs:
     gradient: CodecCost = IDENTITY
     dense_weight: CodecCost = IDENTITY
     dense_gradient: CodecCost = IDENTITY
-    name: str = ""
+    name: str = field(default="", kw_only=True)
 
     @property
     def label(self) -> str:
