@@ -280,7 +280,7 @@ def test_low_rank_of_wide_tensors_leaves_as_much_as_on_the_cpu(compiled_codecs, 
         residual, payload = torch.zeros(shape), torch.empty(n, 8 * (rows + cols), dtype=torch.uint8)
         kernels.low_rank_encode(
             *(Source.RESIDUAL, x, residual, payload),
-            **{"row_rms": None, "col_rms": None, "start": None, "factor": 0, "iterations": 1},
+            **{"sizes": None, "row_rms": None, "col_rms": None, "start": None, "factor": 0, "iterations": 1},
             q=normal(n, 2, cols, seed=3),
         )
         left.append([float(one.norm()) for one in residual])

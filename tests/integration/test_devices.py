@@ -166,7 +166,7 @@ def test_messages_are_filled_up_where_lengths_must_be_equal() -> None:
     channel, peers = NoChannel(), [0, 5]
     channel.has_equal_lengths = True
     places = torch.zeros(2, dtype=torch.int32, device=DEVICE)
-    exchange = Exchange("layer", (0, 1), 0, places, channel, load_kernels("reference"), (None,) * 2, peers, peers)
+    exchange = Exchange("layer", (0, 1), 0, places, channel, load_kernels("reference"), peers, peers)
     plan = mock.Mock(
         row_to_token=torch.empty(4, dtype=torch.int64, device=DEVICE),
         row_topk_idx=torch.empty(4, 2, dtype=torch.int32, device=DEVICE),
