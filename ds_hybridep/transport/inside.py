@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Small agreements between all ranks of one site, over gloo, and shares of flat buffers."""
 
+import json
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any
@@ -21,17 +22,24 @@ class Inside:
 
     @waiting()
     def gather(self, said: Any) -> list[Any]:
-        """Return what all ranks say, by rank; on other ranks than 0 an empty list."""
-        found = [None] * self.size if self.rank == 0 else None
-        dist.gather_object(said, found, dst=0, group=self._group)
-        return found or []
+        """Return what all ranks say (JSON-able), by rank; on other ranks than 0 an empty list."""
+        body = _packed(said)
+        sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
+        dist.all_gather(sizes, torch.tensor([len(body)]), group=self._group)
+        longest = max(int(size) for size in sizes)
+        bodies = [torch.empty(longest, dtype=torch.uint8) for _ in sizes] if self.rank == 0 else None
+        dist.gather(torch.nn.functional.pad(body, (0, longest - len(body))), bodies, dst=0, group=self._group)
+        return [_unpacked(one[: int(size)]) for one, size in zip(bodies or [], sizes, strict=False)]
 
     @waiting()
     def broadcast(self, said: Any) -> Any:
-        """Return what rank 0 says."""
-        box = [said]
-        dist.broadcast_object_list(box, src=0, group=self._group)
-        return box[0]
+        """Return what rank 0 says (JSON-able)."""
+        body = _packed(said)
+        size = torch.tensor([len(body)])
+        dist.broadcast(size, src=0, group=self._group)
+        body = body if self.rank == 0 else torch.empty(int(size), dtype=torch.uint8)
+        dist.broadcast(body, src=0, group=self._group)
+        return _unpacked(body)
 
     @waiting()
     def all(self, is_true: bool) -> bool:
@@ -44,6 +52,14 @@ class Inside:
         """Give this rank's part of the group up; a second call does nothing."""
         with suppress(ValueError):  # it is gone, perhaps with all groups of the script
             dist.destroy_process_group(self._group)
+
+
+def _packed(said: Any) -> Tensor:
+    return torch.frombuffer(bytearray(json.dumps(said).encode()), dtype=torch.uint8)
+
+
+def _unpacked(body: Tensor) -> Any:
+    return json.loads(bytes(body.tolist()))
 
 
 def share(flat: Tensor, own: Tensor, group: Any) -> None:
