@@ -23,7 +23,7 @@ export PATH := $(BIN):$(PATH)
 .DEFAULT_GOAL := help
 
 help:
-	@echo "make demo       train a small model over an emulated slow link in three ways, and compare"
+	@echo "make demo       train a small model over an emulated slow link in three ways, SITES=1: in four"
 	@echo "make test       the tests that need no GPU and little time"
 	@echo "make test-gpu   those that need a GPU"
 	@echo "make gpu        all to run first on a machine with GPUs, and one page to send back; PRETEND=1: on CPUs"
@@ -49,7 +49,7 @@ $(VENV)/.installed: pyproject.toml setup.py ds_hybridep/version.py
 	@touch $@
 
 demo: $(INSTALLED)
-	@$(BIN)/python -m benchmarks demo
+	@$(BIN)/python -m benchmarks demo $(if $(SITES),--sites)
 
 gpu: $(INSTALLED)
 	@$(BIN)/python -m benchmarks gpu $(if $(PRETEND),--pretend)

@@ -165,7 +165,8 @@ def run_pair(args: argparse.Namespace, folder: Path, settings: Record) -> list[R
             place = (0, 1) if is_split else (index, 2)
             own_port = free_port() if is_split else port
             environment = rank_environment(*place, "127.0.0.1", "lo", own_port) | {JOB_FOLDER: str(folder)}
-            environment |= {"HYBRIDEP_SITE": name, "PYTHONPATH": str(REPOSITORY), "SITE_INDEX": str(index)}
+            path = os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH")]))
+            environment |= {"HYBRIDEP_SITE": name, "PYTHONPATH": path, "SITE_INDEX": str(index)}
             ranks.append(start(name, ["-m", "benchmarks", *sys.argv[1:]], environment))
         limit = time.monotonic() + RUN_LIMIT_S
         for process in ranks:

@@ -139,6 +139,7 @@ def with_torchft(model: nn.Module, setting: int, rate: float, steps: int) -> tup
     outer = torch.optim.SGD(loop.parameters, lr=OUTER_RATE, momentum=OUTER_MOMENTUM, nesterov=True)
     diloco = DiLoCo(manager, [model], loop.optimizer, outer, setting)
     diloco.__enter__()
+    servers: list[Any] = [store, *([lighthouse] if lighthouse else [])]  # they end with their last reference
     count = 0
 
     def train(tokens: Tensor, targets: Tensor) -> None:
@@ -149,10 +150,9 @@ def with_torchft(model: nn.Module, setting: int, rate: float, steps: int) -> tup
         if count % setting == 0:
             loop.sent += sum(parameter.nbytes for parameter in loop.parameters)
         if count == steps:
-            torch.distributed.barrier()  # the lighthouse is needed until both have exchanged
             manager.shutdown()
-            if lighthouse:
-                lighthouse.shutdown()
+            torch.distributed.barrier()  # the other one may still need the servers
+            servers.clear()
 
     return train, lambda: loop.sent
 
