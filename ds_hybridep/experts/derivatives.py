@@ -21,8 +21,8 @@ def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
     def call(ctx: Any, *gradients: Any) -> Any:
         if torch.is_grad_enabled():
             raise UnsupportedError(
-                "MoE layers have no second derivatives while hybridep is attached (create_graph=True, as for a gradient "
-                'penalty); leave MoE layers out of it, or set "hybridep": {"enabled": false}'
+                "MoE layers have no second derivatives while hybridep is attached (create_graph=True, as for a "
+                'gradient penalty); leave MoE layers out of it, or set "hybridep": {"enabled": false}'
             )
         return backward(ctx, *gradients)
 
