@@ -11,7 +11,7 @@ the entry point in `_autoload` runs in every process that imports torch.
     refresh(engine)                        resync working copies after parameters were changed by hand
     save_pretrained(engine, folder)        write the model as transformers or peft do, with the experts of all ranks
     trace(engine, path)                    Chrome/Perfetto trace of the steps inside a with block
-    site(source)                           which of the sites this process belongs to, a `Site`
+    site(source=None)                      which of the sites this process belongs to, a `Site`
     SiteSampler(dataset, site, ...)        the samples of one rank of one site
 """
 

@@ -11,7 +11,7 @@ from torch import nn
 from ds_hybridep.config import HybridEPConfig
 from ds_hybridep.errors import ConfigError
 from ds_hybridep.integration import supported
-from ds_hybridep.integration.attachment import attachment_of
+from ds_hybridep.integration.attachment import attachment_of, the_one_of_a_site
 from ds_hybridep.integration.log import log_dist
 from ds_hybridep.integration.start import checked_config
 from ds_hybridep.sites.data import Site, read_site, site_of
@@ -146,19 +146,20 @@ def trace(engine: nn.Module, path: str | Path) -> AbstractContextManager[None]:
     return record_trace(runtime.transport, path, runtime.hot.loads)
 
 
-def site(source: Any) -> Site:
+def site(source: Any = None) -> Site:
     """Return which of the sites this process belongs to.
 
     Args:
-        source: an engine, or a ds_config (path or dict) before there is an engine.
+        source: an engine, or a ds_config (path or dict) before there is an engine; by default the engine that trains
+            here.
 
     Raises:
         ConfigError: there are no sites, or this process's own name is none of theirs.
         OSError: the file of the ds_config cannot be read.
     """
-    if not isinstance(source, nn.Module):
+    if source is not None and not isinstance(source, nn.Module):
         return read_site(source)
-    attachment = attachment_of(source)
+    attachment = the_one_of_a_site() if source is None else attachment_of(source)
     sites = attachment.runtime.config.sites
     if sites is None:
         raise ConfigError('this engine has no "sites" in its "hybridep" block; docs/sites.md shows one')

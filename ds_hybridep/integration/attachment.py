@@ -233,6 +233,16 @@ class Attachment(EngineStep):
             write_json(Path(self.runtime.config.report_file), report)
 
 
+def the_one_of_a_site() -> Attachment:
+    """Return the attachment of an engine that trains together with other sites; ConfigError if there is none."""
+    for attachment in list(attached):
+        if attachment.sites is not None:
+            return attachment
+    raise ConfigError(
+        "no engine of this process trains together with other sites; give ds_hybridep.site the ds_config or the engine"
+    )
+
+
 def attachment_of(engine: Any) -> Attachment:
     """Return the attachment of an engine; raises ConfigError if it has none."""
     attachment: Attachment | None = engine.__dict__.get("_hybridep_attachment")

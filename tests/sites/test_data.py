@@ -46,6 +46,8 @@ def test_the_site_is_found_before_there_is_an_engine(tmp_path: Path, monkeypatch
     monkeypatch.setenv("HYBRIDEP_SITE", "c")
     with pytest.raises(ConfigError, match="HYBRIDEP_SITE"):
         ds_hybridep.site(BLOCK)
+    with pytest.raises(ConfigError, match="no engine"):
+        ds_hybridep.site()
     with pytest.raises(ConfigError, match='has no "sites"'):
         ds_hybridep.site({})
 
