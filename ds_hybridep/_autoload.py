@@ -31,6 +31,8 @@ _METHODS = ("_configure_distributed_model", "_configure_expert_parallel")
 # What ds_to_universal asks for the parameters of experts.
 _UNIVERSAL_MODULE = "deepspeed.checkpoint.autoep_universal"
 _CHECKPOINT_MODULE = "deepspeed.checkpoint.deepspeed_checkpoint"
+# The program ds_report.
+_REPORT_MODULE = "deepspeed.env_report"
 
 
 def install() -> None:
@@ -51,7 +53,7 @@ class _EngineFinder:
     def find_spec(
         self, fullname: str, path: "Sequence[str] | None" = None, target: "ModuleType | None" = None
     ) -> "ModuleSpec | None":
-        if fullname not in (_ENGINE_MODULE, _UNIVERSAL_MODULE, _CHECKPOINT_MODULE):
+        if fullname not in (_ENGINE_MODULE, _UNIVERSAL_MODULE, _CHECKPOINT_MODULE, _REPORT_MODULE):
             return None
         for finder in sys.meta_path:
             find_spec = None if finder is self else getattr(finder, "find_spec", None)
@@ -86,6 +88,9 @@ def _patch(module: "ModuleType") -> None:
         return
     if module.__name__ == _CHECKPOINT_MODULE:
         _wrap(getattr(module, "DeepSpeedCheckpoint", None), "_lightweight_autoep_metadata", _with_marks)
+        return
+    if module.__name__ == _REPORT_MODULE:
+        _wrap(module, "op_report", _with_kernels)
         return
     engine_class = getattr(module, "DeepSpeedEngine", None)
     missing = [name for name in _METHODS if not hasattr(engine_class, name)]
@@ -146,6 +151,22 @@ def _with_adapters(original: "Any", layers: "Any") -> "Any":
             about.pop("affine_map", None)
             found.update({f"{prefix}.{name}": dict(about) for name in factors})
     return found
+
+
+def _with_kernels(original: "Any", *args: "Any", **kwargs: "Any") -> None:
+    """Let ds_report list the kernels beside DeepSpeed's own."""
+    from ds_hybridep.op_builder import HybridEPBuilder
+
+    names = original.__globals__
+    devices = ("cpu", "cuda") if names["get_accelerator"]().device_name() == "cuda" else ("cpu",)
+    builders = {f"hybridep_{device}": HybridEPBuilder(device) for device in devices}
+    before = names["ALL_OPS"], names["installed_ops"]
+    names["ALL_OPS"] = before[0] | builders
+    names["installed_ops"] = before[1] | {name: one.is_ahead_of_time() for name, one in builders.items()}
+    try:
+        original(*args, **kwargs)
+    finally:
+        names["ALL_OPS"], names["installed_ops"] = before
 
 
 def _warn_of_misspelling(engine: "Any") -> None:

@@ -97,7 +97,7 @@ class HybridEPBuilder(CPUOpBuilder):  # type: ignore[misc]  # deepspeed has no t
         return None if not ahead_of_time and self.is_built() else self._why_no_build()
 
     def is_compatible(self, verbose: bool = False) -> bool:
-        """Whether the kernels are built, or can be built here."""
+        """Whether the kernels are built, or can be built here.  DeepSpeed's `ds_report` asks."""
         reason = self.why_not()
         if reason is not None and verbose:
             self.warning(reason)

@@ -32,6 +32,7 @@ MOE_LAYER = "deepspeed.moe.sharded_moe:MOELayer"
 AUTOEP_LAYER = "deepspeed.module_inject.auto_ep_layer:AutoEPMoELayer"
 CHECKPOINT = "deepspeed.checkpoint.deepspeed_checkpoint:DeepSpeedCheckpoint"
 UNIVERSAL = "deepspeed.checkpoint.autoep_universal"
+DS_REPORT = "deepspeed.env_report"
 MODULE = "torch.nn:Module"
 OPTIMIZER = "torch.optim:Optimizer"
 SAVED_TENSORS = "torch.autograd.graph:saved_tensors_hooks"
@@ -69,6 +70,7 @@ TABLE = (
     Patch(ENGINE, "__init__", "undo a start that fails; refuse a block that cannot work", "exit", ("config_class",)),
     Patch(CHECKPOINT, "_lightweight_autoep_metadata", "ds_to_universal learns of adapters", "exit", ("model_state",)),
     Patch(UNIVERSAL, "get_autoep_zero12_expert_param_info", "and takes them along", "exit", _LAYERS),
+    Patch(DS_REPORT, "op_report", "ds_report lists the kernels", "exit"),
     # While AutoEP makes its layers, from transformers 5.23 on.
     Patch(TRANSFORMERS_OUTPUTS, "_CAN_RECORD_REGISTRY", "AutoEP takes it for a plain dict", "AutoEP", is_method=False),
     # The engine's optimizer step.

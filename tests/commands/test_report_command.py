@@ -1,9 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`ds_hybridep report`, on machines with and without a GPU."""
+"""`ds_hybridep report` and DeepSpeed's `ds_report`, on machines with and without a GPU."""
 
 import importlib
 import re
+import sysconfig
 from pathlib import Path
+from types import SimpleNamespace
+
+from scripts import output_of
 
 from ds_hybridep.commands import report
 from ds_hybridep.commands.main import main
@@ -56,3 +60,26 @@ def test_without_a_compiler_report_says_so_before_a_job_starts(monkeypatch, tmp_
     builder = builder_module.HybridEPBuilder("cpu")
     assert builder.why_not().startswith("no-such-compiler cannot be run; install a C++ compiler, or set CXX")
     assert not builder.is_compatible()
+
+
+def test_ds_report_lists_the_kernels_as_compatible(tmp_path):
+    said = output_of([Path(sysconfig.get_path("scripts")) / "ds_report"], tmp_path, 100)
+    (line,) = [line for line in said.splitlines() if line.startswith("hybridep_")]
+    assert re.fullmatch(r"hybridep_cpu \.+ \S*\[NO\]\S* \.+ \S*\[OKAY\]\S*", line)
+
+
+def test_ds_report_lists_both_kinds_where_there_is_a_gpu_and_leaves_nothing_behind(capsys, monkeypatch):
+    env_report = importlib.import_module("deepspeed.env_report")
+    accelerator = SimpleNamespace(device_name=lambda: "cuda", _name="cuda")
+    monkeypatch.setattr(env_report, "get_accelerator", lambda: accelerator)
+    monkeypatch.setattr(env_report, "accelerator_name", "cuda")
+    monkeypatch.setattr(builder_module.HybridEPBuilder, "is_ahead_of_time", lambda self: self.is_cuda)
+    monkeypatch.setattr(builder_module.HybridEPBuilder, "why_not", lambda self: "no GPU" if self.is_cuda else None)
+    before = env_report.ALL_OPS, env_report.installed_ops
+    env_report.op_report(verbose=False)
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("hybridep_")]
+    assert [re.findall(r"^\w+|\[\w+\]", line) for line in lines] == [
+        ["hybridep_cpu", "[NO]", "[OKAY]"],
+        ["hybridep_cuda", "[YES]", "[NO]"],
+    ]
+    assert (env_report.ALL_OPS, env_report.installed_ops) == before
