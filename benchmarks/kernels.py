@@ -17,7 +17,7 @@ import math
 import statistics
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from deepspeed.moe import ep_kernels
@@ -28,6 +28,7 @@ from benchmarks.common import Record, Records, codec_settings, table
 from ds_hybridep.codecs import make_codec
 from ds_hybridep.errors import KernelBuildError
 from ds_hybridep.kernels import RoutePlan, load_kernels
+from ds_hybridep.plan.row_format import RowFormat, record_bytes
 
 COPY_BYTES = 2**31  # read, and as many written
 WARM_UP, CALLS = 5, 30
@@ -166,6 +167,31 @@ def row_cases(options: argparse.Namespace, kernels: Any) -> Iterator[Case]:
     yield Case("combine backward", params, variants, len(many), combine_bytes + num_rows * row_bytes + num_slots * 4)
 
 
+def record_cases(options: argparse.Namespace, kernels: Any) -> Iterator[Case]:
+    """Dispatch to rows of one byte an element, and back to whole ones."""
+    dtype, hidden, params = getattr(torch, options.dtype), options.hidden, row_params(options)
+    pair = {"ours": kernels, "torch": load_kernels("reference")}
+    places = kernels.plan_routes(*make_routes(options, 0)).row_to_token
+    row_bytes = hidden * dtype.itemsize
+    turns = num_turns(options.tokens * row_bytes)
+    x = [torch.randn(options.tokens, hidden, device="cuda").to(dtype) for _ in range(turns)]
+    for kind in get_args(RowFormat):
+        made = {name: one.quantise_rows(x[0], places, kind) for name, one in pair.items()}
+        read = {name: one.dequantise_rows(made["ours"], hidden, kind, dtype) for name, one in pair.items()}
+        assert torch.equal(made["ours"], made["torch"]), "records differ"
+        assert torch.equal(read["ours"], read["torch"]), "rows differ"
+        many = [made["ours"].clone() for _ in range(num_turns(made["ours"].numel()))]
+        del made, read
+        variants = both(lambda one, turn, kind=kind: one.quantise_rows(x[turn], places, kind), *pair.values())
+        num_bytes = options.tokens * row_bytes + len(places) * (record_bytes(hidden) + 8)
+        yield Case(f"dispatch to {kind}", params, variants, len(x), num_bytes)
+        variants = both(
+            lambda one, turn, kind=kind, many=many: one.dequantise_rows(many[turn], hidden, kind, dtype),
+            *pair.values(),
+        )
+        yield Case(f"rows from {kind}", params, variants, len(many), len(places) * (record_bytes(hidden) + row_bytes))
+
+
 def codec_cases(options: argparse.Namespace, kernels: Any) -> Iterator[Case]:
     """Encoding with the mirror's update, and decoding onto a replica, of 16 experts of 2048 x 1536."""
     shape = (16, 2048, 1536)
@@ -185,7 +211,7 @@ def codec_cases(options: argparse.Namespace, kernels: Any) -> Iterator[Case]:
         yield Case(f"decode {name}", params, variants, len(weights), num_elements * 8 + packets.numel())
 
 
-CASES = {"plan": plan_cases, "rows": row_cases, "codecs": codec_cases}
+CASES = {"plan": plan_cases, "rows": row_cases, "records": record_cases, "codecs": codec_cases}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

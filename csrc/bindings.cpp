@@ -46,6 +46,13 @@ hybridep::Type to_type(int code) {
     return static_cast<hybridep::Type>(code);
 }
 
+hybridep::RowFormat to_row_format(int code) {
+    if (code < 0 || code > 1) {
+        throw py::value_error("row format: got " + std::to_string(code) + ", wanted 0 (int8) or 1 (fp8)");
+    }
+    return static_cast<hybridep::RowFormat>(code);
+}
+
 void require_sizes(std::initializer_list<int64_t> sizes) {
     for (const int64_t size : sizes) {
         if (size < 0) throw py::value_error("size: got " + std::to_string(size) + ", wanted 0 or more");
@@ -130,6 +137,22 @@ void dispatch_rows(Address x, Address row_to_token, int64_t num_tokens, int64_t 
     const int64_t wrong = hybridep::dispatch_rows(at<const void>(x), at<const int64_t>(row_to_token), num_tokens,
                                                   num_rows, row_bytes, to_lane(lane), at<void>(out));
     require_in_range("row_to_token", row_to_token, wrong, num_tokens, "tokens");
+}
+
+void quantise_rows(Address x, int x_type, Address row_to_token, int64_t num_tokens, int64_t num_rows, int64_t hidden,
+                   int format, Lane lane, Address records) {
+    require_sizes({num_tokens, num_rows, hidden});
+    const int64_t wrong = hybridep::quantise_rows(at<const void>(x), to_type(x_type), at<const int64_t>(row_to_token),
+                                                  {num_tokens, num_rows, hidden}, to_row_format(format), to_lane(lane),
+                                                  at<uint8_t>(records));
+    require_in_range("row_to_token", row_to_token, wrong, num_tokens, "tokens");
+}
+
+void dequantise_rows(Address records, int64_t num_rows, int64_t hidden, int format, Lane lane, Address out,
+                     int out_type) {
+    require_sizes({num_rows, hidden});
+    hybridep::dequantise_rows(at<const uint8_t>(records), {0, num_rows, hidden}, to_row_format(format), to_lane(lane),
+                              at<void>(out), to_type(out_type));
 }
 
 void combine_rows(Address rows, int rows_type, Address slot_to_row, Address weights, int64_t num_tokens, int64_t top_k,
@@ -333,6 +356,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
     module.def("start_lifeline", [](int socket, int ms) { return hybridep::Lifeline::get().start(socket, ms); });
     module.def("stop_lifeline", [](int copy) { hybridep::Lifeline::get().stop(copy); });
     module.def("dispatch_rows", &dispatch_rows, release_gil());
+    module.def("quantise_rows", &quantise_rows, release_gil());
+    module.def("dequantise_rows", &dequantise_rows, release_gil());
     module.def("combine_rows", &combine_rows, release_gil());
     module.def("combine_rows_backward", &combine_rows_backward, release_gil());
     module.def("bit_sums", &bit_sums, release_gil());

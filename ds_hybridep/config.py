@@ -18,6 +18,8 @@ from ds_hybridep.config_codecs import (
     OpenGradientCodec,
     OpenWeightCodec,
     Settings,
+    TokenCodec,
+    TokenCodecConfig,
     WeightCodec,
     describe_codec,
     recommended_codecs,
@@ -26,6 +28,7 @@ from ds_hybridep.config_messages import MINIMAL_BLOCK, cut, explain, shown
 from ds_hybridep.errors import ConfigError
 from ds_hybridep.plan.cluster import BITS_PER_BYTE, MS_PER_S, Cluster, Level, Link, divisors
 from ds_hybridep.plan.models import parser_of
+from ds_hybridep.plan.row_format import RowFormat
 
 AUTO = "auto"
 
@@ -55,6 +58,7 @@ class LevelConfig(Settings):
     gradient_codec: OpenGradientCodec = IDENTITY
     dense_weight_codec: WeightCodec | None = None
     dense_gradient_codec: GradientCodec | None = None
+    token_codec: TokenCodec = TokenCodecConfig(type="identity")
     backend: Literal["auto", "gloo", "nccl"] = "auto"
     connections: Annotated[int, Field(ge=1, le=16)] = 1
     congestion_control: Literal["bbr", "cubic"] | None = None
@@ -115,6 +119,11 @@ class LevelConfig(Settings):
         """The codecs of this level, dense ones included.  "recommended" has no effect before `with_dtype`."""
         weight, gradient = self.weight_codec, self.gradient_codec
         return CodecSet(weight, gradient, self.dense_weight_codec or weight, self.dense_gradient_codec or gradient)
+
+    @property
+    def row_format(self) -> RowFormat | None:
+        """Format of token rows on their way to experts across this level; None if they travel unchanged."""
+        return None if self.token_codec.type == "identity" else self.token_codec.type
 
     def described(self) -> Level:
         """The level in the units of `plan`."""
@@ -313,6 +322,7 @@ class HybridEPConfig(Settings):
                         f'"deepspeed", and DeepSpeed sends dense parameters as they are; leave out one of them'
                     )
             for key, value, known, kind in (
+                ("token_codec", level.token_codec.type, "identity", "codecs"),
                 ("domain_size", level.domain_size, 1, "domains"),
                 ("hot_experts", level.hot_experts, 0, "hot experts"),
             ):

@@ -95,12 +95,19 @@ class AutoConfig(CodecConfig):
     type: Literal["auto"]
 
 
+class TokenCodecConfig(CodecConfig):
+    """How token rows travel to experts."""
+
+    type: Literal["identity", "int8", "fp8"]
+
+
 _Gradient = IdentityConfig | BlockwiseConfig | LowRankConfig
 AnyCodec = _Gradient | PatchConfig
 GradientCodec = Annotated[_Gradient, Field(discriminator="type"), BeforeValidator(_named)]
 WeightCodec = Annotated[AnyCodec, Field(discriminator="type"), BeforeValidator(_named)]
 OpenGradientCodec = Annotated[_Gradient | AutoConfig, Field(discriminator="type"), BeforeValidator(_named)]
 OpenWeightCodec = Annotated[AnyCodec | AutoConfig, Field(discriminator="type"), BeforeValidator(_named)]
+TokenCodec = Annotated[TokenCodecConfig, BeforeValidator(_named)]
 
 IDENTITY = IdentityConfig(type="identity")
 AUTO_CODEC = AutoConfig(type="auto")

@@ -10,7 +10,9 @@
 #include <limits>
 #include <utility>
 
+#include "hybridep_blocks.h"
 #include "hybridep_elements.h"
+#include "hybridep_scales.h"
 
 namespace hybridep {
 namespace {
@@ -154,6 +156,75 @@ int64_t dispatch_rows(const void* x, const int64_t* row_to_token, int64_t num_to
         std::memcpy(target + row * row_bytes, source + row_to_token[row] * row_bytes, row_bytes);
     }
     return kAllInRange;
+}
+
+// --- Rows of one byte an element ------------------------------------------------------------------------------------
+
+namespace {
+
+template <typename Code, typename T>
+void quantise_row(const T* row, int64_t hidden, uint8_t* record) {
+    const int64_t num_blocks = num_scales(hidden);
+    for (int64_t block = 0; block < num_blocks; ++block) {
+        const int64_t begin = block * kScaleBlock, count = std::min(kScaleBlock, hidden - begin);
+        alignas(64) float values[kScaleBlock];
+#pragma omp simd
+        for (int64_t i = 0; i < count; ++i) values[i] = to_float(row[begin + i]);
+        const uint8_t exponent = exponent_of<Code>(largest_magnitude_bits(values, count));
+        const float inverse = inverse_scale(exponent);
+        const bool is_finite = exponent != kNotFinite;
+#pragma omp simd
+        for (int64_t i = 0; i < count; ++i) record[begin + i] = row_code<Code>(values[i], inverse, is_finite);
+        record[hidden + block] = exponent;
+    }
+    std::fill(record + hidden + num_blocks, record + record_bytes(hidden), uint8_t{0});
+}
+
+template <typename Code, typename T>
+void dequantise_row(const uint8_t* record, int64_t hidden, T* row) {
+    for (int64_t begin = 0; begin < hidden; begin += kScaleBlock) {
+        const int64_t end = std::min(begin + kScaleBlock, hidden);
+        const float scale = scale_of_exponent(record[hidden + begin / kScaleBlock]);
+#pragma omp simd
+        for (int64_t i = begin; i < end; ++i) {
+            row[i] = from_float<T>(row_value<Code>(record[i], scale, kLargestFinite<T>));
+        }
+    }
+}
+
+}  // namespace
+
+int64_t quantise_rows(const void* x, Type x_type, const int64_t* row_to_token, const RowSizes& sizes, RowFormat format,
+                      int num_threads, uint8_t* records) {
+    const int64_t wrong = first_outside(row_to_token, sizes.num_rows, 0, sizes.num_tokens);
+    if (wrong != kAllInRange) return wrong;
+    const int threads = threads_for(sizes.num_rows * sizes.hidden, num_threads);
+    with_code(format, [&](auto code) {
+        with_type(x_type, [&](auto element) {
+            const auto* source = static_cast<const decltype(element)*>(x);
+#pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1)
+            for (int64_t row = 0; row < sizes.num_rows; ++row) {
+                quantise_row<decltype(code)>(source + row_to_token[row] * sizes.hidden, sizes.hidden,
+                                             records + row * record_bytes(sizes.hidden));
+            }
+        });
+    });
+    return kAllInRange;
+}
+
+void dequantise_rows(const uint8_t* records, const RowSizes& sizes, RowFormat format, int num_threads, void* out,
+                     Type out_type) {
+    const int threads = threads_for(sizes.num_rows * sizes.hidden, num_threads);
+    with_code(format, [&](auto code) {
+        with_type(out_type, [&](auto element) {
+            auto* target = static_cast<decltype(element)*>(out);
+#pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1)
+            for (int64_t row = 0; row < sizes.num_rows; ++row) {
+                dequantise_row<decltype(code)>(records + row * record_bytes(sizes.hidden), sizes.hidden,
+                                               target + row * sizes.hidden);
+            }
+        });
+    });
 }
 
 // --- Combine --------------------------------------------------------------------------------------------------------

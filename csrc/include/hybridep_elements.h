@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Elements of fp32, bf16 and fp16 tensors, and their conversion on hosts and on CUDA devices.  Rounding is to nearest
-// even everywhere; a nan stays a nan, but its bits may differ between hosts and devices.
+// Elements of fp32, bf16, fp16 and fp8 tensors, and their conversion on hosts and on CUDA devices.  Rounding is to
+// nearest even everywhere; a nan stays a nan, but its bits may differ between hosts and devices.
 
 #pragma once
 
@@ -30,6 +30,11 @@ struct Float16 {
     uint16_t bits;
 };
 
+// e4m3fn: 4 bits of exponent, 3 of mantissa, no inf, nan is 0x7f; magnitudes from 2^-9 to 448.
+struct Float8 {
+    uint8_t bits;
+};
+
 HYBRIDEP_BOTH float to_float(float value) { return value; }
 
 HYBRIDEP_BOTH float to_float(BFloat16 value) { return std::bit_cast<float>(static_cast<uint32_t>(value.bits) << 16); }
@@ -50,6 +55,17 @@ HYBRIDEP_BOTH float to_float(Float16 value) {
     const uint32_t bits = magnitude >= (31u << 23) ? special : std::bit_cast<uint32_t>(finite);
     return std::bit_cast<float>(bits | sign);
 #endif
+}
+
+// As above for 4 exponent bits; one source for hosts and devices, since not all devices have the instructions.
+HYBRIDEP_BOTH float to_float(Float8 value) {
+    const uint32_t magnitude = static_cast<uint32_t>(value.bits & 0x7fu) << 20;
+    const uint32_t sign = static_cast<uint32_t>(value.bits & 0x80u) << 24;
+    const float normal = std::bit_cast<float>(magnitude + (120u << 23));
+    const float subnormal = std::bit_cast<float>(magnitude + (121u << 23)) - std::bit_cast<float>(121u << 23);
+    const float finite = magnitude < (1u << 23) ? subnormal : normal;
+    const uint32_t bits = magnitude == 0x7fu << 20 ? 0x7fc00000u : std::bit_cast<uint32_t>(finite);
+    return std::bit_cast<float>(bits | sign);
 }
 
 template <typename T>
@@ -92,6 +108,28 @@ HYBRIDEP_BOTH Float16 from_float<Float16>(float value) {
     return {static_cast<uint16_t>(result | ((bits >> 16) & 0x8000u))};
 #endif
 }
+
+// As above with 20 dropped bits and the exponent lowered by 120.  Values that are too large become 448.  Below the
+// smallest normal 2^-6, adding 2^14 moves the kept bits to the low end.
+template <>
+HYBRIDEP_BOTH Float8 from_float<Float8>(float value) {
+    const uint32_t bits = std::bit_cast<uint32_t>(value);
+    const uint32_t magnitude = bits & 0x7fffffffu;
+    const uint32_t normal = (magnitude - (120u << 23) + 0x7ffffu + ((magnitude >> 20) & 1u)) >> 20;
+    const uint32_t subnormal =
+        std::bit_cast<uint32_t>(std::bit_cast<float>(magnitude) + 0x1p14f) - std::bit_cast<uint32_t>(0x1p14f);
+    const uint32_t rounded = magnitude < (121u << 23) ? subnormal : normal;
+    const uint32_t finite = rounded < 0x7eu ? rounded : 0x7eu;
+    const uint32_t result = magnitude > 0x7f800000u ? 0x7fu : finite;
+    return {static_cast<uint8_t>(result | ((bits >> 24) & 0x80u))};
+}
+
+template <typename T>
+inline constexpr float kLargestFinite = 0x1.fffffep127f;
+template <>
+inline constexpr float kLargestFinite<BFloat16> = 0x1.fep127f;
+template <>
+inline constexpr float kLargestFinite<Float16> = 65504.0f;
 
 // Calls body(T{}) with the element type that `type` names.
 template <typename Body>

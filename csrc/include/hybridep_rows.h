@@ -20,6 +20,9 @@ namespace hybridep {
 
 enum class Type : int { kFloat32 = 0, kBFloat16 = 1, kFloat16 = 2 };
 
+// How the elements of a quantised row are encoded.
+enum class RowFormat : int { kInt8 = 0, kFloat8 = 1 };
+
 inline constexpr int64_t kAllInRange = -1;
 
 // C, the number of parts that tokens are split into while a plan is made, one thread each.  Part c holds tokens
@@ -63,6 +66,31 @@ int64_t first_not_below(const int32_t* values, int64_t count, int64_t limit);
 //   x = {aa, bb, cc}, row_to_token = {2, 0, 2}  ->  out = {cc, aa, cc}
 int64_t dispatch_rows(const void* x, const int64_t* row_to_token, int64_t num_tokens, int64_t num_rows,
                       int64_t row_bytes, int num_threads, void* out);
+
+// --- Rows of one byte an element ------------------------------------------------------------------------------------
+//
+// A row of D elements is a record of record_bytes(D): its codes, an exponent for each kScaleBlock elements, zeros.
+// The arithmetic is that of reference.py (quantise_rows) and hybridep_scales.h.
+
+inline constexpr int64_t kScaleBlock = 128;
+
+inline constexpr int64_t num_scales(int64_t hidden) { return (hidden + kScaleBlock - 1) / kScaleBlock; }
+inline constexpr int64_t record_bytes(int64_t hidden) { return (hidden + num_scales(hidden) + 15) / 16 * 16; }
+
+struct RowSizes {
+    int64_t num_tokens;
+    int64_t num_rows;
+    int64_t hidden;
+};
+
+// records [R, record_bytes(D)] of the rows of x [T, D] at row_to_token [R].
+//   x = {254, -2, 3}, D = 3, row_to_token = {0}, kInt8  ->  scale 2, record {127, -1, 2, 128, 0, ...}
+int64_t quantise_rows(const void* x, Type x_type, const int64_t* row_to_token, const RowSizes& sizes, RowFormat format,
+                      int num_threads, uint8_t* records);
+
+// out [R, D] from records; num_tokens is not read.
+void dequantise_rows(const uint8_t* records, const RowSizes& sizes, RowFormat format, int num_threads, void* out,
+                     Type out_type);
 
 // Sizes of combine and of its backward.
 struct CombineSizes {
@@ -119,6 +147,12 @@ inline constexpr int64_t kNoneWrong = 0x7f7f7f7f7f7f7f7f;
 
 int64_t dispatch_rows(const void* x, const int64_t* row_to_token, int64_t num_tokens, int64_t num_rows,
                       int64_t row_bytes, Stream stream, void* out);
+
+int64_t quantise_rows(const void* x, Type x_type, const int64_t* row_to_token, const RowSizes& sizes, RowFormat format,
+                      Stream stream, uint8_t* records);
+
+void dequantise_rows(const uint8_t* records, const RowSizes& sizes, RowFormat format, Stream stream, void* out,
+                     Type out_type);
 
 int64_t combine_rows(const void* rows, Type rows_type, const int64_t* slot_to_row, const float* weights,
                      const CombineSizes& sizes, Stream stream, void* out, Type out_type);

@@ -83,4 +83,69 @@ HYBRIDEP_BOTH uint16_t scale_from(float size, int bits) {
     return round_scale(size * 1.25f);
 }
 
+// --- Rows of one byte an element ------------------------------------------------------------------------------------
+// The scale of a block is a power of two.  It is stored as one byte, its exponent in fp32.  Elements are multiplied by
+// the inverse of the scale, which is exact.
+
+inline constexpr int32_t kSmallestExponent = 17;  // so that no step of a format is a subnormal number
+inline constexpr uint8_t kNotFinite = 255;        // a scale of inf; all codes are 0, and inf times 0 makes nan
+
+// Codes of elements divided by their scale.  kLargest is the largest magnitude that still rounds to the largest code.
+struct Int8Code {
+    static constexpr float kLargest = 127.0f;
+    static HYBRIDEP_BOTH uint8_t encode(float scaled) {
+        return static_cast<uint8_t>(std::bit_cast<uint32_t>(scaled + 0x1.8p23f));  // the low bits are the integer
+    }
+    static HYBRIDEP_BOTH float decode(uint8_t code) { return static_cast<float>(static_cast<int8_t>(code)); }
+};
+
+struct Float8Code {
+    static constexpr float kLargest = 464.0f;
+    static HYBRIDEP_BOTH uint8_t encode(float scaled) { return from_float<Float8>(scaled).bits; }
+    static HYBRIDEP_BOTH float decode(uint8_t code) { return to_float(Float8{code}); }
+};
+
+// Calls body(Code{}) for the codes of a format.
+template <typename Body>
+void with_code(RowFormat format, Body&& body) {
+    switch (format) {
+        case RowFormat::kInt8:
+            return body(Int8Code{});
+        case RowFormat::kFloat8:
+            return body(Float8Code{});
+    }
+}
+
+// Exponent of the least scale that brings the largest magnitude to kLargest or less; `largest` holds its bits.
+template <typename Code>
+HYBRIDEP_BOTH uint8_t exponent_of(uint32_t largest) {
+    // Magnitudes have the order of their bits, and one more in the exponent is 2^23 more in the bits.
+    constexpr int32_t code_bits = std::bit_cast<int32_t>(Code::kLargest);
+    const int32_t exponent = ((static_cast<int32_t>(largest) - code_bits + 0x7fffff) >> 23) + 127;
+    const int32_t finite = exponent < kSmallestExponent ? kSmallestExponent : exponent;
+    return largest < kInfinity ? static_cast<uint8_t>(finite) : kNotFinite;
+}
+
+HYBRIDEP_BOTH float scale_of_exponent(uint8_t exponent) {
+    return std::bit_cast<float>(static_cast<uint32_t>(exponent) << 23);
+}
+
+// The number to multiply elements by.  The one of kNotFinite is not used.
+HYBRIDEP_BOTH float inverse_scale(uint8_t exponent) {
+    return std::bit_cast<float>((254u - static_cast<uint32_t>(exponent)) << 23);
+}
+
+template <typename Code>
+HYBRIDEP_BOTH uint8_t row_code(float value, float inverse, bool is_finite) {
+    return Code::encode(is_finite ? value * inverse : 0.0f);
+}
+
+// `largest` is the bound of finite values; nan passes.
+template <typename Code>
+HYBRIDEP_BOTH float row_value(uint8_t code, float scale, float largest) {
+    const float value = Code::decode(code) * scale;
+    const float bounded = value > largest ? largest : value;
+    return bounded < -largest ? -largest : bounded;
+}
+
 }  // namespace hybridep

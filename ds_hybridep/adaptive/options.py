@@ -2,7 +2,7 @@
 """The options that the settings of a running job leave open, and the predicted step of each."""
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -51,8 +51,9 @@ def settings_of(config: HybridEPConfig) -> tuple[Any, ...]:
         tuple(None if ours == theirs else ours for ours, theirs in zip(known[2:], known[:2], strict=True))
         for known in (level.all_codecs for level in config.levels)
     )
+    row_formats = tuple(level.row_format for level in config.levels)
     hot = tuple(level.hot_experts for level in config.levels)
-    return config.domain_sizes, codecs, config.token_exchange, config.dense_sync, of_dense, hot
+    return config.domain_sizes, codecs, config.token_exchange, config.dense_sync, of_dense, row_formats, hot
 
 
 def open_options(
@@ -60,12 +61,14 @@ def open_options(
     *,
     spans: tuple[int, ...],
     codecs: Mapping[CodecConfig, CodecCost],
+    token_codecs: Sequence[CodecCost],
     trains_experts: bool = True,
 ) -> tuple[Option, ...]:
     """Every option that the settings leave open, once.  The first is as close to DeepSpeed as the settings allow.
 
     spans: positions of the expert-parallel group at each level.
     codecs: the cost of every codec that may be used except the exact default.
+    token_codecs: one for each level; they have no effect where DeepSpeed sends the tokens.
     trains_experts: if False, expert packets are never encoded.
     """
     exchange = config.token_exchange
@@ -88,7 +91,7 @@ def open_options(
         possible = [one for one in exchanges if is_possible[one]]
         for chosen, tokens in itertools.product(itertools.product(*levels), possible):
             settings = config.model_copy(update={"levels": chosen, "token_exchange": tokens})
-            options.append(Option(settings, _layout_of(settings, spans, codecs)))
+            options.append(Option(settings, _layout_of(settings, spans, codecs, token_codecs)))
     return tuple(options)
 
 
@@ -117,8 +120,16 @@ def _settings_at(level: LevelConfig, domain_size: int, config: HybridEPConfig, h
     ]
 
 
-def _layout_of(config: HybridEPConfig, spans: tuple[int, ...], costs: Mapping[CodecConfig, CodecCost]) -> Layout:
-    levels = [LevelCodecs(*(costs.get(one, EXACT_COST) for one in level.all_codecs)) for level in config.levels]
+def _layout_of(
+    config: HybridEPConfig,
+    spans: tuple[int, ...],
+    costs: Mapping[CodecConfig, CodecCost],
+    token_codecs: Sequence[CodecCost],
+) -> Layout:
+    levels = []
+    for level, token in zip(config.levels, token_codecs, strict=True):
+        weight, gradient, dense_weight, dense_gradient = (costs.get(one, EXACT_COST) for one in level.all_codecs)
+        levels.append(LevelCodecs(weight, gradient, token, dense_weight, dense_gradient))
     # How many "auto" is, is decided while the job runs: it is priced as none.
     at, is_padded = config.hot_level, config.token_exchange == "deepspeed"
     wanted = 0 if at is None or is_padded or config.domain_sizes[at] > 1 else config.levels[at].hot_experts
@@ -157,7 +168,7 @@ class Job:
         is_encoded = [codecs.weight.is_lossy for codecs in layout.codecs]
         if not any(is_encoded):
             return 0.0
-        exact = replace(layout, codecs=(LevelCodecs(),) * len(layout.codecs))
+        exact = replace(layout, codecs=tuple(LevelCodecs(token=codecs.token) for codecs in layout.codecs))
         sent = predict(self.cluster, exact, self.workload, self.rates).uplink_bytes
         return sum(
             kinds["expert_weights"] * self.rates.wire_factor / level.link.bandwidth_bytes_per_s

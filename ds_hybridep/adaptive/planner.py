@@ -29,6 +29,7 @@ from ds_hybridep.config import AUTO, HybridEPConfig
 from ds_hybridep.errors import UnsupportedError
 from ds_hybridep.experts.layer_spec import LayerSpec, check_experts
 from ds_hybridep.plan.partition import Partition
+from ds_hybridep.plan.row_format import token_codec
 from ds_hybridep.plan.summary import level_settings
 from ds_hybridep.plan.workload import Workload
 from ds_hybridep.transport.agreement import agree, announcing_failure, together
@@ -75,10 +76,12 @@ class JobPlanner:
             self._probe = LinkProbe(self._transport, device)
             cluster = probe_links(self._probe, limit_s=PROBE_LIMIT_S, only_unknown=True)
             job = Job(cluster, workload, measure_experts(spec, self._probe, cluster))
+            param_bytes = spec.sample.element_size()
             options = open_options(
                 config,
                 spans=spans,
                 codecs=codec_costs(config, spec, workload, self._probe),
+                token_codecs=[token_codec(level.row_format, spec.hidden, param_bytes) for level in config.levels],
                 trains_experts=expert_params(spec, trainable_only=True) > 0,
             )
             self._meter = JobMeter(self._probe, job, len(specs), micro_steps)

@@ -149,11 +149,14 @@ class Builder:
         rank, transport = self.transport.rank, self.transport
         # 1. Connections.  They come first, so that nobody waits to connect to a rank that fails in a later part.
         connected = []
+        formats = [level.row_format for level in self.config.levels]
         for layer in layers:
             assert layer.exchange is not None
             spec, device = layer.spec, layer.spec.sample.device
             route = build_route(layer.partition, rank, spec.num_experts, layer.exchange)
-            exchanges = build_exchanges(route, transport, spec.group, self.kernels, spec.name, device)
+            exchanges = build_exchanges(
+                route, transport, spec.group, self.kernels, spec.name, device, level_formats=formats
+            )
             if layer.hot_level is not None:
                 transport.channel("loads", spec.group_ranks, background=True)
             stages = connect(gather_stages(layer.of_hot, rank, layer.hot_level), transport, spec.group, device)
@@ -228,6 +231,10 @@ def describe(
         most = config.levels[at].hot_experts
         said.append(f"hot experts {most} over {config.levels[at].name}{effect}")
     said += config.describe_codecs()
+    for level, _, count in levels:
+        if level.row_format is not None:
+            effect = "" if first.exchange and count > 1 else " (no effect: no tokens of ours cross it)"
+            said.append(f"dispatched tokens {level.token_codec.type} over {level.name}{effect}")
     return ", ".join(said)
 
 

@@ -13,8 +13,11 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-# As `enum class Type` in csrc/include/hybridep_rows.h.
+from ds_hybridep.plan.row_format import RowFormat, record_bytes
+
+# As `enum class Type` and `enum class RowFormat` in csrc/include/hybridep_rows.h.
 TYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+FORMAT_CODES: dict[RowFormat, int] = {"int8": 0, "fp8": 1}
 
 # Says where a call of the extension runs: gives its argument `lane`, a number of threads or a CUDA stream.
 Lane = Callable[[torch.device], AbstractContextManager[int]]
@@ -86,6 +89,24 @@ class CompiledKernels:
         row_bytes = hidden * x.element_size()
         with self.lane(device) as lane:
             call(self.extension.dispatch_rows, x, row_to_token, num_tokens, num_rows, row_bytes, lane, out)
+        return out
+
+    def quantise_rows(self, x: Tensor, row_to_token: Tensor, row_format: RowFormat) -> Tensor:
+        sizes = sizes_of("dispatch_rows", *"TRD", x=x, row_to_token=row_to_token)
+        x_type, code = _type_code("x", x.dtype), FORMAT_CODES[row_format]
+        device = self._device_of(x=x, row_to_token=row_to_token)
+        records = torch.empty((len(row_to_token), record_bytes(x.shape[1])), dtype=torch.uint8, device=device)
+        with self.lane(device) as lane:
+            call(self.extension.quantise_rows, x, x_type, row_to_token, *sizes, code, lane, records)
+        return records
+
+    def dequantise_rows(self, records: Tensor, hidden: int, row_format: RowFormat, dtype: torch.dtype) -> Tensor:
+        require_records(records, hidden)
+        out_type, code = _type_code("dtype", dtype), FORMAT_CODES[row_format]
+        device = self._device_of(records=records)
+        out = torch.empty((len(records), hidden), dtype=dtype, device=device)
+        with self.lane(device) as lane:
+            call(self.extension.dequantise_rows, records, len(records), hidden, code, lane, out, out_type)
         return out
 
     def combine_rows(
@@ -177,6 +198,14 @@ def sizes_of(operation: str, *dims: str, **tensors: Tensor | None) -> list[int]:
         if dtype not in (None, tensor.dtype):
             raise TypeError(f"{name}: got {tensor.dtype}, wanted {dtype}")
     return [sizes[letter] for letter in dims]
+
+
+def require_records(records: Tensor, hidden: int) -> None:
+    """Raise ValueError unless records are [R, record_bytes(hidden)] uint8."""
+    num_bytes = record_bytes(hidden)
+    if records.dtype != torch.uint8 or records.dim() != 2 or records.shape[1] != num_bytes:
+        got = f"{records.dtype} {tuple(records.shape)}"
+        raise ValueError(f"records: got {got}, wanted torch.uint8 [R, {num_bytes}] for rows of {hidden}")
 
 
 def device_of(device_type: str, tensors: dict[str, Tensor | None]) -> torch.device:

@@ -8,20 +8,28 @@ The operations come in adjoint pairs, so a backward pass needs no kernel of its 
     combine_rows(rows, first_slot_to_row)            dispatch_rows(grad, row_to_token)
     combine_rows(rows, slot_to_row, weights)         combine_rows_backward(grad, rows, slot_to_row, weights)
 
-None of them records an autograd graph: callers wrap the pairs in `torch.autograd.Function`.
+None of them records an autograd graph: callers wrap the pairs in `torch.autograd.Function`.  `quantise_rows` is
+`dispatch_rows` with one byte per element, and `dequantise_rows` is its inverse.  This pair has no gradient: a caller
+who wants one uses that of `dispatch_rows`, as if nothing had been rounded.
 
 All raise ValueError if a shape is wrong, an id of a plan is out of range, a tensor is on another device or (compiled
 kernels only) a tensor is not contiguous; TypeError if a dtype is wrong; IndexError if an index is out of range.
 """
+
+import struct
 
 import torch
 from torch import Tensor
 
 from ds_hybridep.kernels import compiled
 from ds_hybridep.kernels.compiled import RoutePlan
+from ds_hybridep.plan.row_format import SCALE_BLOCK, RowFormat, num_scales, record_bytes
 
+FP32_BIAS, FP32_INFINITY, NOT_FINITE = 127, 0x7F800000, 255
+SMALLEST_EXPONENT = 17  # scale 2^-110, so that no step of a format is a subnormal number, which processors may flush
 POSITIONS = 65521  # of words in `bit_sums`, then 1 follows again: word times position fits 32 bits
 WORDS_AT_A_TIME = 2**18  # bounds the memory of `bit_sums`
+LARGEST_SCALED = {"int8": 127.0, "fp8": 464.0}  # 464 is the largest that rounds to 448, which is fp8's largest
 
 
 class ReferenceKernels:
@@ -81,6 +89,50 @@ class ReferenceKernels:
         (num_tokens,) = compiled.sizes_of("dispatch_rows", "T", x=x, row_to_token=row_to_token)
         _require_index("row_to_token", row_to_token, num_tokens, "tokens", may_be_negative=False)
         return x.index_select(0, row_to_token)
+
+    def quantise_rows(self, x: Tensor, row_to_token: Tensor, row_format: RowFormat) -> Tensor:
+        """Return records of the rows x[row_to_token], [R, record_bytes(D)] uint8, laid out as in `plan.row_format`.
+
+        A block of 128 elements with the largest magnitude a has the scale s = 2^(exponent byte - 127):
+
+            row_format  codes                                 s, a power of two, at least 2^-110
+            int8        round(element / s), two's complement  the least with a <= 127 s
+            fp8         element / s as float8_e4m3fn          the least with a <= 464 s, which rounds to 448 s
+
+        Halves round to even.  Division and multiplication by a power of two are exact.  So an element is off by half a
+        step at most (a step is s, or e4m3's step times s), the result fits the dtype of x without another rounding,
+        and quantising it again gives the same record.  A block with inf or nan has the exponent byte 255 and codes of
+        0: all of it becomes nan.  Other blocks are not affected.
+
+        x: [T, D] floating point.  Elements beyond the range of fp32 count as inf.
+        row_to_token: as in `dispatch_rows`.
+        """
+        num_tokens, num_rows, hidden = compiled.sizes_of("dispatch_rows", *"TRD", x=x, row_to_token=row_to_token)
+        _require_index("row_to_token", row_to_token, num_tokens, "tokens", may_be_negative=False)
+        padded = torch.nn.functional.pad(x.index_select(0, row_to_token).float(), (0, -hidden % SCALE_BLOCK))
+        blocks = padded.view(num_rows, num_scales(hidden), SCALE_BLOCK)
+        exponents = _exponents_of(blocks, LARGEST_SCALED[row_format])
+        is_finite = (exponents != NOT_FINITE).unsqueeze(-1)
+        scaled = torch.where(is_finite, blocks, 0.0) / torch.where(is_finite, _scales_of(exponents), 1.0)
+        codes = scaled.to(torch.float8_e4m3fn) if row_format == "fp8" else scaled.round().to(torch.int8)
+        records = torch.zeros((num_rows, record_bytes(hidden)), dtype=torch.uint8, device=x.device)
+        records[:, :hidden] = codes.view(torch.uint8).flatten(1)[:, :hidden]
+        records[:, hidden : hidden + exponents.shape[1]] = exponents
+        return records
+
+    def dequantise_rows(self, records: Tensor, hidden: int, row_format: RowFormat, dtype: torch.dtype) -> Tensor:
+        """Return the rows [R, hidden] of records [R, record_bytes(hidden)] uint8 that `quantise_rows` has made.
+
+        Elements are code times scale, at most the largest finite number of the floating point `dtype`.  Without this
+        bound, a finite element near the largest number of its dtype could round to inf.
+        """
+        compiled.require_records(records, hidden)
+        code_dtype = torch.float8_e4m3fn if row_format == "fp8" else torch.int8
+        codes = records[:, :hidden].contiguous().view(code_dtype).to(torch.promote_types(dtype, torch.float32))
+        exponents = records[:, hidden : hidden + num_scales(hidden)]
+        values = codes * _scales_of(exponents).expand(-1, -1, SCALE_BLOCK).flatten(1)[:, :hidden]
+        largest = torch.finfo(dtype).max
+        return values.clamp(-largest, largest).to(dtype)
 
     def combine_rows(
         self, rows: Tensor, slot_to_row: Tensor, weights: Tensor | None = None, *, out_dtype: torch.dtype | None = None
@@ -149,6 +201,20 @@ class ReferenceKernels:
             positions = torch.arange(begin, begin + len(wide), device=tensor.device) % POSITIONS + 1
             sums += torch.stack([wide.sum(), (wide * positions).sum()])
         return sums
+
+
+def _exponents_of(blocks: Tensor, largest_scaled: float) -> Tensor:
+    """Return the exponent bytes of fp32 blocks [R, N, 128], [R, N] int32."""
+    # fp32 magnitudes have the same order as their bits, and the next exponent is 2^23 more.
+    largest = (blocks.view(torch.int32) & 0x7FFFFFFF).amax(dim=2)
+    scaled_bits = int.from_bytes(struct.pack("<f", largest_scaled), "little")
+    exponents = ((largest - scaled_bits + (1 << 23) - 1) >> 23) + FP32_BIAS
+    return torch.where(largest < FP32_INFINITY, exponents.clamp(min=SMALLEST_EXPONENT), NOT_FINITE)
+
+
+def _scales_of(exponents: Tensor) -> Tensor:
+    """Return the scales of exponent bytes [R, N], [R, N, 1] fp32: powers of two, and inf for 255."""
+    return (exponents.to(torch.int32) << 23).view(torch.float32).unsqueeze(-1)
 
 
 def _sum_dtype(rows: Tensor) -> torch.dtype:

@@ -44,12 +44,14 @@ class LevelCodecs:
     """Codecs for data that crosses one level.
 
     weight, gradient: codecs of experts, including experts that several groups hold.
+    token: codec of rows on their way to experts; other rows are not encoded.
     dense_weight, dense_gradient: codecs of parameters that all ranks hold.
     name: name of the whole set, for people.
     """
 
     weight: CodecCost = IDENTITY
     gradient: CodecCost = IDENTITY
+    token: CodecCost = IDENTITY
     dense_weight: CodecCost = IDENTITY
     dense_gradient: CodecCost = IDENTITY
     name: str = field(default="", kw_only=True)

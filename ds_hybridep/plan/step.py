@@ -176,11 +176,13 @@ class _Step:
         """Rounds of messages.  Bytes flow while the host is busy with a round.
 
         A direct exchange has one round for all levels, a hierarchical one has a round for each.  Our own dispatch
-        sends gate weights and row counts with the rows.
+        encodes rows, and sends gate weights and row counts with them.
         """
         layout, workload, counts = self.layout, self.workload, self.layout.domain_counts
         ours = label == "dispatch" and not layout.is_padded
-        row_bytes = workload.row_bytes + (workload.dispatch_extra_bytes if ours else beside_bytes)
+        beside = workload.dispatch_extra_bytes if ours else beside_bytes
+        ratios = [codecs.token.ratio if ours else 1.0 for codecs in layout.codecs]
+        row_bytes = [workload.row_bytes / ratio + beside for ratio in ratios]
         every = tuple(range(len(counts)))
         rounds: list[tuple[int, ...]] = [(level,) for level in every if counts[level] > 1]
         if rounds and (layout.is_padded or layout.exchange == "direct"):
@@ -195,7 +197,7 @@ class _Step:
             else:  # by now, rows may have come from as many ranks as there are domains over slower levels
                 rows = workload.tokens_per_rank * workload.row_scale * math.prod(counts[: levels[0]])
                 chances = self._routing.busiest_chances(levels)
-                by_level = [rows * row_bytes] * len(counts)
+                by_level = [rows * num_bytes for num_bytes in row_bytes]
             stage = Stage.between(
                 Peers(("domain",), levels), self.cluster, layout, fixed, by_level, chances=chances, is_back=is_back
             )

@@ -12,6 +12,9 @@ refuses a wrong header before it allocates memory for the rows.
 
 A first message with fewer rows is shorter than the room (see `Channel.has_equal_lengths`).  All later transfers of the
 layer move the same number of rows, there or back.
+
+If the level between two ranks has a token codec, rows of a dispatch travel as records with one byte per element.  The
+receiver continues with the decoded rows.  All other transfers are exact.
 """
 
 import struct
@@ -26,6 +29,7 @@ from torch.nn.functional import pad
 
 from ds_hybridep.errors import CommunicationError
 from ds_hybridep.kernels import Kernels, RoutePlan
+from ds_hybridep.plan.row_format import RowFormat
 from ds_hybridep.plan.token_route import Stage
 from ds_hybridep.transport.channels import Channel, Purpose, Transport, profiler_range
 
@@ -43,6 +47,7 @@ class Exchange:
     expert_to_destination: Tensor  # [E] int32
     channel: Channel
     kernels: Kernels
+    row_formats: tuple[RowFormat | None, ...]  # of rows to and from each destination; None: unencoded
     room_to: list[int]  # rows that fit into the first message of the next dispatch, by destination
     room_from: list[int]
 
@@ -53,9 +58,23 @@ class Exchange:
 
 
 def build_exchanges(
-    stages: Sequence[Stage], transport: Transport, group: str, kernels: Kernels, layer: str, device: torch.device
+    stages: Sequence[Stage],
+    transport: Transport,
+    group: str,
+    kernels: Kernels,
+    layer: str,
+    device: torch.device,
+    *,
+    level_formats: Sequence[RowFormat | None] = (),
 ) -> tuple[Exchange, ...]:
-    """Make the exchanges of one layer's route, and their channels; all ranks of the group call in the same order."""
+    """Make the exchanges of one layer's route, and their channels; all ranks of the group must call in the same order.
+
+    level_formats: formats of dispatched rows by the level that they cross; if empty, rows travel unencoded.
+    """
+
+    def format_to(rank: int) -> RowFormat | None:
+        return level_formats[transport.level_to(rank)] if level_formats and rank != transport.rank else None
+
     return tuple(
         Exchange(
             layer=layer,
@@ -66,6 +85,7 @@ def build_exchanges(
                 f"{group}_tokens_{'direct' if stage.level is None else stage.level}", stage.ranks
             ),
             kernels=kernels,
+            row_formats=tuple(map(format_to, stage.ranks)),
             room_to=[0] * len(stage.ranks),
             room_from=[0] * len(stage.ranks),
         )
@@ -89,10 +109,15 @@ def dispatch_rows(
         for (i, _), count in zip(exchange.peers, row_counts(exchange, messages, parts), strict=True):
             splits[i] = count
 
-        # Copy what arrived to its place.
+        # Copy what arrived to its place.  Records have their own place until all of them are there.
         metadata = parts[0][0].new_empty(sum(splits), parts[0][0].shape[1])
-        rows = x.new_empty(sum(splits), x.shape[1])
-        places = list(zip(metadata.split_with_sizes(splits), rows.split_with_sizes(splits), strict=True))
+        all_rows = x.new_empty(sum(splits), x.shape[1])
+        rows_of = all_rows.split_with_sizes(splits)
+        arriving = [
+            rows if row_format is None else part.new_empty(len(rows), part.shape[1])
+            for rows, (_, part), row_format in zip(rows_of, parts, exchange.row_formats, strict=True)
+        ]
+        places = list(zip(metadata.split_with_sizes(splits), arriving, strict=True))
         _copy(parts[exchange.self_index], places[exchange.self_index])
         for (i, _), message in zip(exchange.peers, messages, strict=True):
             num_rows = min(splits[i], exchange.room_from[i])
@@ -101,19 +126,29 @@ def dispatch_rows(
         receives = [(rank, place[exchange.room_from[i] :]) for i, rank in exchange.peers for place in places[i]]
         exchange.channel.start(sends, receives, purpose).wait()  # the surplus, mostly empty
 
+        for rows, records, row_format in zip(rows_of, arriving, exchange.row_formats, strict=True):
+            if row_format is not None:
+                rows.copy_(exchange.kernels.dequantise_rows(records, x.shape[1], row_format, x.dtype))
         exchange.room_to = [count + count // 4 + 8 for count in send_splits]
         exchange.room_from = [count + count // 4 + 8 for count in splits]
-        return tuple(splits), metadata, rows
+        return tuple(splits), metadata, all_rows
 
 
 def _outgoing(
     exchange: Exchange, plan: RoutePlan, send_splits: Sequence[int], x: Tensor, topk_weights: Tensor
 ) -> list[tuple[Tensor, Tensor]]:
-    """Return metadata [m, 2K] and rows [m, D] for each destination."""
-    rows = exchange.kernels.dispatch_rows(x, plan.row_to_token)
+    """Return metadata [m, 2K] and rows for each destination: [m, D], or records [m, B] uint8 if it has a format."""
+    kernels, formats = exchange.kernels, exchange.row_formats
+    if any(formats):
+        rows = [
+            kernels.dispatch_rows(x, tokens) if row_format is None else kernels.quantise_rows(x, tokens, row_format)
+            for tokens, row_format in zip(plan.row_to_token.split_with_sizes(send_splits), formats, strict=True)
+        ]
+    else:
+        rows = list(kernels.dispatch_rows(x, plan.row_to_token).split_with_sizes(send_splits))
     weights = topk_weights.index_select(0, plan.row_to_token)
     metadata = torch.cat([plan.row_topk_idx, weights.view(torch.int32)], dim=1)
-    return list(zip(metadata.split_with_sizes(send_splits), rows.split_with_sizes(send_splits), strict=True))
+    return list(zip(metadata.split_with_sizes(send_splits), rows, strict=True))
 
 
 def _swap_first_messages(

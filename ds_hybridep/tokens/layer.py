@@ -12,6 +12,8 @@ One exchange of a route looks like this (T=3 tokens, K=2, destinations A and B):
 A token that needs several experts of one destination travels there once.  The backward sends the output gradient once
 per row, and brings back one input-gradient row and K gate-weight gradients per row.
 
+Rows that a token codec has rounded get the gradient of exact rows (straight through).  The gradients themselves, and
+the sums that come back, travel unencoded.
 """
 
 import threading

@@ -17,6 +17,7 @@ from ds_hybridep.adaptive.rates import assumed_patch
 from ds_hybridep.config import parse_config
 from ds_hybridep.config_codecs import PATCH
 from ds_hybridep.plan.cluster import Cluster, Level, Link
+from ds_hybridep.plan.costs import row_counts
 from ds_hybridep.plan.layout import IDENTITY, CodecCost, Rates
 from ds_hybridep.plan.stream_model import StepPrediction
 from ds_hybridep.plan.workload import MoEModel, Workload
@@ -37,11 +38,13 @@ def job(mbit=100.0, tokens=1024, zero_stage=1, rates=RATES):
     return Job(Cluster(levels), workload, rates)
 
 
-def options(sizes=("auto", 1), codec="identity", **settings):
+def options(sizes=("auto", 1), codec="identity", token_codec=IDENTITY, **settings):
     levels = [{"name": name, "size": 2, "domain_size": size} for name, size in zip(("dc", "gpu"), sizes, strict=True)]
     levels[0].update(weight_codec=codec, gradient_codec=codec)
     config = parse_config({"levels": levels, **settings}, world_size=4)
-    return open_options(config, spans=(2, 2), codecs={one: INT8 for one in config.auto_codecs})
+    return open_options(
+        config, spans=(2, 2), codecs={one: INT8 for one in config.auto_codecs}, token_codecs=(token_codec, IDENTITY),
+    )  # fmt: skip
 
 
 def one(sizes=(1, 1), tokens="direct", dense="deepspeed", **settings):
@@ -101,7 +104,7 @@ def with_hot_experts(hot_experts, domain_size=1):
         {"name": "gpu", "size": 2, "domain_size": domain_size, "hot_experts": hot_experts},
     ]
     config = parse_config({"levels": levels}, world_size=4)
-    return config, open_options(config, spans=(2, 2), codecs={})
+    return config, open_options(config, spans=(2, 2), codecs={}, token_codecs=(IDENTITY, IDENTITY))
 
 
 @pytest.mark.parametrize("hot_experts", [0, 2, "auto"])
@@ -136,11 +139,22 @@ def test_codecs_of_dense_parameters_stay_in_all_options():
     config = parse_config({"levels": levels, "dense_sync": "hierarchical"}, world_size=4)
     costs = {PATCH: assumed_patch(job().workload)}
     for trains in (True, False):
-        found = open_options(config, spans=(2, 2), codecs=costs, trains_experts=trains)
+        found = open_options(
+            config, spans=(2, 2), codecs=costs, token_codecs=(IDENTITY, IDENTITY), trains_experts=trains
+        )
         assert {option.config.levels[0].all_codecs.dense_weight for option in found} == {PATCH}
         planned = config.levels[0].model_copy(update={"domain_size": 2})
         by_hand = found[-1].config.model_copy(update={"levels": (planned, config.levels[1])})
         assert (settings_of(by_hand) == settings_of(found[-1].config)) == trains
+
+
+def test_a_token_codec_is_priced_where_tokens_are_not_left_to_deepspeed():
+    for tokens, share in (("direct", 0.5), ("hierarchical", 0.5), ("deepspeed", 0.0)):
+        pair = [one(tokens=tokens, token_codec=codec) for codec in (IDENTITY, CodecCost("half", ratio=2.0))]
+        sent = [job().predict(option).uplink_bytes[0]["tokens"] for option in pair]
+        workload = job().workload
+        rows = sum(row_counts(pair[0].layout, workload)[:1]) * 2 * MODEL.num_moe_layers
+        assert sent[0] - sent[1] == pytest.approx(share * rows * workload.row_bytes)
 
 
 def test_sums_by_level_send_fewer_bytes_over_the_slow_link():

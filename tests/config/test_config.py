@@ -49,6 +49,7 @@ def test_a_minimal_block_gets_the_defaults():
     config = parse(json.loads("{" + MINIMAL_BLOCK + "}")["hybridep"])
     assert config == HybridEPConfig(levels=(LevelConfig(name="dc", size=2), LevelConfig(name="gpu", size=4)))
     assert config.levels[0].all_codecs == (IDENTITY,) * 4
+    assert config.levels[0].row_format is None
 
 
 def test_everything_given_is_kept():
@@ -184,7 +185,7 @@ def test_wrong_values_are_refused_with_path_and_value(path, value):
         ({**BLOCK, "auto_codecs": ["int8", "int9"]}, 'auto_codecs[1] is "int9"', "int8"),
         *(
             (of_level(**{key: codec}), f"levels[1].{key} is {json.dumps(codec)}", "identity")
-            for key in ("weight_codec", "gradient_codec", "dense_weight_codec", "dense_gradient_codec")
+            for key in ("weight_codec", "gradient_codec", "dense_weight_codec", "dense_gradient_codec", "token_codec")
             for codec in ("identiy",)
         ),
         (of_level(weight_codec={"type": "lowrank"}), 'levels[1].weight_codec is {"type": "lowrank"}', "low_rank"),
@@ -231,9 +232,16 @@ def test_options_of_codecs_are_checked_with_the_block(codec, message):
     assert_says(refusal(block, world_size=4), f"hybridep.auto_codecs[1]{message}")
 
 
-@pytest.mark.parametrize("key", ["domain_size", "hot_experts"])
+def test_tokens_have_codecs_of_one_byte_without_options():
+    assert [level.row_format for level in parse(of_level(token_codec={"type": "fp8"})).levels] == [None, "fp8"]
+    message = refusal(of_level(token_codec={"type": "int8", "block": 64}))
+    assert_says(message, "hybridep.levels[1].token_codec.block is not a known key")
+    assert_says(refusal(of_level(token_codec="int4")), 'token_codec is "int4", but must be')
+
+
+@pytest.mark.parametrize("key", ["domain_size", "token_codec", "hot_experts"])
 def test_what_deepspeed_cannot_do_with_tokens_is_refused(key):
-    level = {"name": "dc", "size": 2, key: 2}
+    level = {"name": "dc", "size": 2, key: {"domain_size": 2, "token_codec": "int8", "hot_experts": 2}[key]}
     message = refusal({"levels": [level, GPU], "token_exchange": "deepspeed"})
     assert_says(message, 'hybridep.token_exchange is "deepspeed"', f"hybridep.levels[0].{key} is ", '"auto"')
 
@@ -257,7 +265,7 @@ def test_hot_experts_belong_to_one_level_without_codecs_and_domains(hot_experts)
 def test_only_weights_are_patched():
     for key in ("weight_codec", "dense_weight_codec"):
         assert getattr(parse(of_level(**{key: "patch"})).levels[1], key) == PATCH
-    for key in ("gradient_codec", "dense_gradient_codec"):
+    for key in ("gradient_codec", "dense_gradient_codec", "token_codec"):
         assert_says(refusal(of_level(**{key: "patch"})), f'hybridep.levels[1].{key} is "patch"', "'identity', 'int8'")
     assert_says(refusal({**BLOCK, "auto_codecs": ["patch"]}), 'hybridep.auto_codecs[0] is "patch"')
 
@@ -382,7 +390,7 @@ VALID_BLOCKS = [
     {"enabled": False},
     {"levels": [{**DC, "weight_codec": "int8", "gradient_codec": BALANCED}, GPU], "report_file": "run.json"},
     {"levels": [{**DC, "domain_size": "auto", "weight_codec": "auto"}, GPU], "auto_codecs": ["int8", "low_rank"]},
-    {"levels": [{**DC, "codecs": "recommended"}, {**GPU, "weight_codec": "patch"}]},
+    {"levels": [{**DC, "codecs": "recommended", "token_codec": {"type": "fp8"}}, {**GPU, "weight_codec": "patch"}]},
     {**BLOCK, "advanced": {"prefetch_depth": 0, "kernels": "reference"}, "link": {"ports": [1000, 2000]}},
 ]
 

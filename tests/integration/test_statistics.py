@@ -1,10 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a job record says in the log and to DeepSpeed's monitor."""
 
+from types import SimpleNamespace
 from typing import Any
 
+import torch
+
 from ds_hybridep.commands.record import format_run_record
+from ds_hybridep.config import parse_config
+from ds_hybridep.integration.build import PlannedLayer, describe
 from ds_hybridep.integration.statistics import monitor_events, summarize
+from ds_hybridep.plan.partition import Partition
 
 RECORD: dict[str, Any] = {
     "steps": 10,
@@ -64,3 +70,16 @@ def test_monitor_gets_bytes_waits_and_imbalance_at_the_sample_count() -> None:
     assert events["HybridEP/slowest/rank"] == (3, 640)
     assert events["HybridEP/slowest/others_waited_s"] == (0.06, 640)
     assert len(events) == 2 * 5 + 4 + 2 + 3
+
+
+def test_the_line_of_a_plan_says_where_a_token_codec_has_no_effect() -> None:
+    said = []
+    for size in (1, 2):
+        levels = [{"name": "dc", "size": 2, "domain_size": size, "token_codec": "fp8"}, {"name": "gpu", "size": 2}]
+        config = parse_config({"levels": levels}, world_size=4)
+        spec: Any = SimpleNamespace(sample=torch.ones(1))
+        layer = PlannedLayer(spec, Partition.build(config.cluster(), range(4), config.domain_sizes), "direct")
+        said.append(describe([layer], config, (), "reference", "no replicas"))
+    start = "hybridep: 1 MoE layers, domain sizes dc {}, gpu 1, tokens direct, reference kernels, no replicas"
+    assert said[0] == start.format(1) + ", dispatched tokens fp8 over dc"
+    assert said[1] == start.format(2) + ", dispatched tokens fp8 over dc (no effect: no tokens of ours cross it)"

@@ -12,7 +12,7 @@ import pytest
 import torch
 from cuda_emulation import load_emulated
 from hypothesis import given
-from kernel_refs import assert_same_plan, combines, large_routes, payload, routes
+from kernel_refs import assert_same_plan, combines, large_routes, payload, routes, token_rows
 from on_device import on_cuda
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -22,6 +22,7 @@ from ds_hybridep.kernels import load_kernels
 pytestmark = pytest.mark.timeout(300)
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+ROW_FORMATS = ["int8", "fp8"]
 
 reference = load_kernels("reference")
 
@@ -75,6 +76,44 @@ def test_dispatch_equals_the_reference(compiled, arguments):
     for dtype in (*DTYPES, torch.float64, torch.int32, torch.uint8):
         x = (payload(arguments[0].shape[0], 7) * 100).abs().to(dtype)
         assert_identical(compiled.dispatch_rows(x, row_to_token), reference.dispatch_rows(x, row_to_token))
+
+
+@given(arguments=token_rows())
+def test_records_and_their_rows_equal_the_reference(compiled, arguments):
+    x, row_to_token = arguments
+    for row_format in ROW_FORMATS:
+        records = compiled.quantise_rows(x, row_to_token, row_format)
+        assert_identical(records, reference.quantise_rows(x, row_to_token, row_format))
+        for dtype in DTYPES:
+            rows = compiled.dequantise_rows(records, x.shape[1], row_format, dtype)
+            assert_identical(rows, reference.dequantise_rows(records, x.shape[1], row_format, dtype))
+
+
+@pytest.mark.parametrize("hidden", [7, 512, 1104])
+def test_records_of_many_rows_equal_the_reference(compiled, hidden):
+    row_to_token = reference.plan_routes(*large_routes(num_tokens=300)).row_to_token
+    for dtype in DTYPES:
+        x = payload(300, hidden, dtype)
+        for row_format in ROW_FORMATS:
+            records = compiled.quantise_rows(x, row_to_token, row_format)
+            assert_identical(records, reference.quantise_rows(x, row_to_token, row_format))
+            rows = compiled.dequantise_rows(records, hidden, row_format, dtype)
+            assert_identical(rows, reference.dequantise_rows(records, hidden, row_format, dtype))
+
+
+def test_rounding_to_fp8_is_that_of_torch(compiled):
+    """fp32 patterns around every step and every halfway case, subnormals and what rounds to 0 included."""
+    steps = torch.arange(0x3A000000, 0x43E80000, 1 << 19)  # 2^-11 to 464
+    near = torch.tensor([0, 1, 0x3FFFF, 0x40000, 0x40001, 0x7FFFF])
+    values = (steps[:, None] + near).flatten().to(torch.int32).view(torch.float32)
+    values = torch.cat([values, -values, torch.tensor([0.0, -0.0, 464.0, -464.0, 1e-30])])
+    values = torch.nn.functional.pad(values, (0, -len(values) % 127)).view(-1, 127)
+    x = torch.cat([torch.full((len(values), 1), 448.0), values], dim=1)  # a block with a scale of 1
+    records = compiled.quantise_rows(x, torch.arange(len(x)), "fp8")
+    assert records[:, 128].eq(127).all()
+    assert_identical(records[:, :128], x.to(torch.float8_e4m3fn).view(torch.uint8))
+    rows = compiled.dequantise_rows(records, 128, "fp8", torch.float32)
+    assert_identical(rows, x.to(torch.float8_e4m3fn).float())
 
 
 @given(arguments=combines())
@@ -225,7 +264,8 @@ def test_bit_sums_take_bounded_memory_beside_the_tensor():
 TOPK_IDX = torch.tensor([[0, 1]], dtype=torch.int32)
 DESTINATIONS = torch.tensor([0, 1], dtype=torch.int32)
 ROWS, SLOTS, WEIGHTS, TOKEN = torch.ones(3, 4), torch.tensor([[0, 2]]), torch.ones(1, 2), torch.tensor([0])
-TRANSPOSED = torch.ones(4, 3).t()
+RECORDS = torch.zeros(2, 16, dtype=torch.uint8)
+WIDE_RECORDS, TRANSPOSED = torch.zeros(2, 32, dtype=torch.uint8)[:, :16], torch.ones(4, 3).t()
 PLAN, BACKWARD = "plan_routes", "combine_rows_backward"
 
 WRONG = {
@@ -236,6 +276,8 @@ WRONG = {
         ("expert_to_destination: got shape (1, 2), wanted [E]", PLAN, TOPK_IDX, DESTINATIONS[None], 2),
         ("x: got shape (4,), wanted [T, D]", "dispatch_rows", ROWS[0], TOKEN),
         ("row_to_token: got shape (1, 1), wanted [R]", "dispatch_rows", ROWS, TOKEN[None]),
+        ("records: got torch.uint8 (2, 16), wanted", "dequantise_rows", RECORDS, 16, "int8", torch.float32),
+        ("records: got torch.int8 (2, 16)", "dequantise_rows", RECORDS.char(), 4, "int8", torch.float32),
         ("weights: got shape (1, 1), wanted [T, K] with T = 1, K = 2", "combine_rows", ROWS, SLOTS, WEIGHTS[:, :1]),
         ("rows: got shape (4,), wanted [R, D]", "combine_rows", ROWS[0], SLOTS),
         ("slot_to_row: got shape (2,), wanted [T, K]", "combine_rows", ROWS, SLOTS[0]),
@@ -250,6 +292,7 @@ WRONG = {
     IndexError: [
         ("row_to_token: holds 3, but there are 3 tokens", "dispatch_rows", ROWS, TOKEN + 3),
         ("row_to_token: holds -1, but there are 3 tokens", "dispatch_rows", ROWS, TOKEN - 1),
+        ("row_to_token: holds 3, but there are 3 tokens", "quantise_rows", ROWS, TOKEN + 3, "int8"),
         ("slot_to_row: holds 3, but there are 3 rows", "combine_rows", ROWS, SLOTS + 1),
         ("slot_to_row: holds 1, but there are 0 rows", "combine_rows", ROWS[:0], SLOTS - 1),
         ("slot_to_row: holds 3, but there are 3 rows", BACKWARD, ROWS[:1], ROWS, SLOTS + 1, WEIGHTS),
@@ -258,9 +301,12 @@ WRONG = {
 ONLY_BY_THE_REFERENCE = {
     TypeError: [
         ("rows: got torch.float64, wanted one of torch.float32, torch.bfloat16", "combine_rows", ROWS.double(), SLOTS),
+        ("x: got torch.float64, wanted one of torch.float32", "quantise_rows", ROWS.double(), TOKEN, "fp8"),
+        ("dtype: got torch.float64", "dequantise_rows", RECORDS, 4, "fp8", torch.float64),
         ("grad: got torch.float64", BACKWARD, ROWS[:1].double(), ROWS, SLOTS, WEIGHTS),
     ],
     ValueError: [
+        ("records: strides (32, 1) are not contiguous", "dequantise_rows", WIDE_RECORDS, 4, "fp8", torch.float32),
         ("x: strides (1, 3) are not contiguous; pass x.contiguous()", "dispatch_rows", TRANSPOSED, TOKEN),
         ("grad: strides (1, 0) are not", BACKWARD, torch.ones(1, 1).expand(1, 4), ROWS, SLOTS, WEIGHTS),
         ("tensor: strides (1, 3) are not contiguous; pass tensor.contiguous()", "bit_sums", TRANSPOSED),

@@ -39,6 +39,11 @@ def test_addresses_between_the_pieces_of_16_bytes():
         slot_to_row = torch.tensor([[1, 2], [-1, -1], [3, -1], [-1, -1], [0, -1]])
         assert torch.equal(kernels.dispatch_rows(x, row_to_token), x[row_to_token])
         assert torch.equal(kernels.combine_rows(x, slot_to_row), reference.combine_rows(x, slot_to_row))
+        records = kernels.quantise_rows(x, row_to_token, "int8")
+        assert torch.equal(records, reference.quantise_rows(x, row_to_token, "int8"))
+        moved = torch.cat([records.new_zeros(1), records.flatten()])[1:].view(records.shape)
+        rows = kernels.dequantise_rows(moved, 16, "int8", dtype)
+        assert torch.equal(rows, reference.dequantise_rows(records, 16, "int8", dtype))
 
 
 def test_more_slots_than_a_warp_has_lanes():

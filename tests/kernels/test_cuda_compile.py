@@ -27,6 +27,8 @@ pytestmark = [
 # Kernels that move most bytes, by a part of their mangled names, with what they do 16 bytes at a time.
 VECTORS = {
     "gather_rowsI5uint4": "load store",
+    "quantise_tokensI": "load",
+    "dequantise_recordsI": "store",
     "combine_tokensILi128ENS_7VectorsI": "load",
     "combine_backward_by_slotI": "load",
     "encode_blocksILi1ELb1E": "load store",

@@ -1,16 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
 """The definitions of the routing kernels, against loops over Python numbers, and as adjoint pairs."""
 
+import math
+
+import pytest
 import torch
 from hypothesis import given
 from kernel_refs import (
+    E4M3,
     PLAN_FIELDS,
     combine_backward_by_loops,
     combine_by_loops,
     combines,
     payload,
     plan_by_loops,
+    record_by_loops,
     routes,
+    steps_of,
+    token_rows,
 )
 
 from ds_hybridep.kernels import load_kernels
@@ -111,3 +118,73 @@ def test_combine_rounds_once():
     wide = kernels.combine_rows(rows, torch.tensor([[0, 1, 2]]), out_dtype=torch.float32)
     assert wide.dtype == torch.float32
     assert wide.item() == 1.0 + 2.0**-8
+
+
+# --- Rows of one byte an element -------------------------------------------------------------------------------------
+
+FORMATS = ["int8", "fp8"]
+
+
+@given(token_rows())
+def test_records_are_what_loops_give(arguments):
+    x, row_to_token = arguments
+    for row_format in FORMATS:
+        records = kernels.quantise_rows(x, row_to_token, row_format)
+        wanted = {token: record_by_loops(x[token].tolist(), row_format) for token in set(row_to_token.tolist())}
+        assert records.tolist() == [wanted[token] for token in row_to_token.tolist()]
+        assert records.dtype == torch.uint8
+        assert records.shape[1] % 16 == 0
+
+
+@given(token_rows(is_finite=True))
+def test_an_element_is_off_by_half_a_step_at_most(arguments):
+    x, row_to_token = arguments
+    for row_format in FORMATS:
+        records = kernels.quantise_rows(x, row_to_token, row_format)
+        rows = kernels.dequantise_rows(records, x.shape[1], row_format, x.dtype)
+        wanted = x[row_to_token]
+        assert rows.dtype == x.dtype
+        assert ((rows.double() - wanted.double()).abs() <= steps_of(wanted, row_format) / 2).all()
+        assert ((rows.sign() == wanted.sign()) | (rows == 0)).all()
+
+
+@given(token_rows())
+def test_rows_that_were_quantised_give_the_same_records(arguments):
+    x, row_to_token = arguments
+    for row_format in FORMATS:
+        records = kernels.quantise_rows(x, row_to_token, row_format)
+        rows = kernels.dequantise_rows(records, x.shape[1], row_format, x.dtype)
+        assert torch.equal(kernels.quantise_rows(rows, torch.arange(len(rows)), row_format), records)
+
+
+@pytest.mark.parametrize("row_format", FORMATS)
+@pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
+def test_what_is_not_finite_makes_its_block_nan_and_no_other(row_format, value):
+    x = payload(1, 300)
+    x[0, 200] = value
+    for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
+        records = kernels.quantise_rows(x.to(dtype), torch.tensor([0]), row_format)
+        rows = kernels.dequantise_rows(records, 300, row_format, dtype)
+        assert rows[0, 128:256].isnan().all()
+        assert rows[0, :128].isfinite().all()
+        assert rows[0, 256:].isfinite().all()
+
+
+def test_a_record_of_the_documented_layout():
+    x = torch.zeros(1, 200)
+    x[0, :3] = torch.tensor([254.0, -2.0, 3.0])  # 3 lies halfway between 2 and 4 and goes to the even multiple of 2
+    (record,) = kernels.quantise_rows(x, torch.tensor([0]), "int8").tolist()
+    assert record == [127, 255, 2, *[0] * 197, 128, 17, *[0] * 6]
+    (record,) = kernels.quantise_rows(x, torch.tensor([0]), "fp8").tolist()
+    assert [E4M3[code % 128] for code in record[:3]] == [256, 2, 3]
+    assert record[200:] == [127, 17, 0, 0, 0, 0, 0, 0]
+
+
+@pytest.mark.parametrize("row_format", FORMATS)
+def test_the_largest_finite_numbers_stay_finite(row_format):
+    for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
+        largest = min(torch.finfo(dtype).max, torch.finfo(torch.float32).max)
+        x = torch.tensor([[largest, -largest, largest / 3]], dtype=dtype)
+        rows = kernels.dequantise_rows(kernels.quantise_rows(x, torch.tensor([0]), row_format), 3, row_format, dtype)
+        assert rows.isfinite().all()
+        torch.testing.assert_close(rows.double(), x.double(), rtol=2.0**-4, atol=0)

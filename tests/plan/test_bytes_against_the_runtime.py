@@ -10,8 +10,10 @@ from parity import Case
 from process_pool import ProcessPool
 
 from ds_hybridep.plan.cluster import Cluster, Level
+from ds_hybridep.plan.costs import row_counts
 from ds_hybridep.plan.layout import ExpertGroup, Layout, LevelCodecs, Rates
 from ds_hybridep.plan.routing import routing_of
+from ds_hybridep.plan.row_format import record_bytes, token_codec
 from ds_hybridep.plan.stream_model import predict
 from ds_hybridep.plan.workload import Workload
 
@@ -63,6 +65,26 @@ def test_every_byte_is_predicted(pool4: ProcessPool, domain_sizes, exchange, che
     row_bytes = (4 if checkpointing is None else 6) * workload.row_bytes + workload.return_extra_bytes
     row_bytes += (1 if checkpointing is None else 2) * workload.dispatch_extra_bytes
     assert sum(counted("tokens")) == counts_only + rows / (forwards / ACCUMULATION) * row_bytes
+
+
+@pytest.mark.parametrize("checkpointing", [None, "reentrant"])
+def test_bytes_of_rows_under_a_token_codec_are_predicted(pool4: ProcessPool, checkpointing):
+    """Dispatches and recomputed ones carry records, all else whole rows."""
+    toy = replace(TOY, checkpointing=checkpointing)
+    case = Case(levels=(("dc", 2, 1), ("gpu", 2, 2)), toy=toy, accumulation=ACCUMULATION, token_codec="int8")
+    codec = token_codec("int8", toy.hidden, 4)
+    layout = Layout(spans=(2, 2), domain_sizes=(1, 2), codecs=(LevelCodecs(token=codec), LevelCodecs()))
+    records = pool4.run(counted_in_one_step, case=case)
+    rows = sum(layer["rows_sent"] for record in records for layer in record["layers"])
+    workload = workload_of(case)
+    forwards = ACCUMULATION * toy.num_layers * (1 if checkpointing is None else 2)
+    measured = replace(workload, row_scale=rows / (len(records) * forwards * sum(row_counts(layout, workload))))
+    sent = [sum(record["levels"][level]["sent_bytes"]["tokens"] for record in records) for level in range(2)]
+    # As many bytes; a ratio and a scale are rounded numbers.
+    assert uplink_totals(case, layout, measured, "tokens") == pytest.approx(sent, rel=1e-12)
+    exact = replace(layout, codecs=(LevelCodecs(),) * 2)
+    saved = forwards * len(records) * sum(row_counts(layout, measured)) * (4 * toy.hidden - record_bytes(toy.hidden))
+    assert uplink_totals(case, exact, measured, "tokens")[0] - sent[0] == pytest.approx(saved, rel=1e-9)
 
 
 @pytest.mark.parametrize(("sizes", "domain_sizes"), [((4,), (1,)), ((2, 2), (2, 1)), ((2, 2), (1, 1))])

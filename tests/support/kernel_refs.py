@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The routing kernels once more, one Python loop per sentence of their documentation, and payloads to feed them."""
 
+import math
+from bisect import bisect_left
+
 import torch
 from hypothesis import strategies as st
 
@@ -65,6 +68,50 @@ def combine_backward_by_loops(grad, rows, slot_to_row, weights):
     return grad_rows, grad_weights
 
 
+# Magnitudes of e4m3 by code: 0 to 7 are subnormal, the last one is 448.
+E4M3 = [m / 8 * 2.0**-6 for m in range(8)] + [(1 + m / 8) * 2.0 ** (e - 7) for e in range(1, 16) for m in range(8)][
+    :-1
+]
+
+
+def record_by_loops(row, row_format):
+    """The bytes that ReferenceKernels.quantise_rows makes of one row, given as Python floats."""
+    codes, exponents = [], []
+    for begin in range(0, len(row), 128):
+        block, exponent = row[begin : begin + 128], 17
+        if not all(math.isfinite(value) for value in block):
+            codes += [0] * len(block)
+            exponents.append(255)
+            continue
+        while max(map(abs, block)) > (127 if row_format == "int8" else 464) * 2.0 ** (exponent - 127):
+            exponent += 1
+        codes += [code_by_search(value / 2.0 ** (exponent - 127), row_format) for value in block]
+        exponents.append(exponent)
+    record = codes + exponents
+    return record + [0] * (-len(record) % 16)
+
+
+def code_by_search(value, row_format):
+    """The byte of the nearest number of a format, of two the even one."""
+    if row_format == "int8":
+        return round(value) % 256
+    above = bisect_left(E4M3, abs(value))
+    near = [code for code in (above - 1, above) if 0 <= code < len(E4M3)]
+    code = min(near, key=lambda code: (abs(E4M3[code] - abs(value)), code % 2))
+    return code + (128 if math.copysign(1.0, value) < 0 else 0)
+
+
+def steps_of(rows, row_format):
+    """Distances of neighbouring numbers of a format around each element of finite rows [R, D], fp64."""
+    num_rows, hidden = rows.shape
+    blocks = torch.nn.functional.pad(rows.double(), (0, -hidden % 128)).view(num_rows, -(-hidden // 128), 128)
+    largest = blocks.abs().amax(dim=2, keepdim=True) / (127 if row_format == "int8" else 464)
+    scale = torch.where(largest > 2.0**-110, 2.0 ** largest.log2().ceil(), 2.0**-110)
+    if row_format == "fp8":  # 8 steps from one power of two to the next
+        scale = scale * 2.0 ** ((blocks.abs() / scale).clamp(min=2.0**-6).log2().floor() - 3)
+    return scale.expand(blocks.shape).flatten(1)[:, :hidden]
+
+
 def payload(num_rows, hidden, dtype=torch.float32, salt=0):
     """Values in [-1, 1] that are a function of row, column and `salt`, [num_rows, hidden]."""
     row = torch.arange(num_rows, dtype=torch.float64).unsqueeze(1)
@@ -102,6 +149,27 @@ def combines(draw, max_tokens=8):
     slots = draw(st.lists(st.integers(-1, num_rows - 1), min_size=num_tokens * top_k, max_size=num_tokens * top_k))
     slot_to_row = torch.tensor(slots, dtype=torch.int64).view(num_tokens, top_k)
     return payload(num_rows, hidden, dtype), slot_to_row, payload(num_tokens, top_k, salt=1)
+
+
+@st.composite
+def token_rows(draw, max_tokens=3, *, is_finite=False):
+    """x [T, D] with elements of very different sizes, zeros, and unless `is_finite` inf and nan; row_to_token [R]."""
+    num_tokens, hidden = draw(st.integers(1, max_tokens)), draw(st.sampled_from([0, 1, 8, 127, 128, 136, 260]))
+    dtype = draw(st.sampled_from([torch.float32, torch.bfloat16, torch.float16]))
+    exponents = st.integers(-24, 15) if dtype == torch.float16 else st.integers(-149, 127)
+    size = 2.0 ** torch.tensor(
+        draw(st.lists(exponents, min_size=num_tokens, max_size=num_tokens)), dtype=torch.float64
+    )
+    salt = draw(st.integers(0, 1000))
+    spread = 2.0 ** torch.floor(8 * payload(num_tokens, hidden, torch.float64, salt=salt + 1) - 8)
+    x = payload(num_tokens, hidden, torch.float64, salt=salt) * spread * 1.99 * size[:, None]
+    specials = st.sampled_from([0.0, -0.0, torch.finfo(dtype).max, torch.finfo(dtype).tiny, -1.0, 464.0, 127.5])
+    if not is_finite:
+        specials = specials | st.sampled_from([math.inf, -math.inf, math.nan])
+    for place in draw(st.lists(st.integers(0, max(num_tokens * hidden - 1, 0)), max_size=4 if hidden else 0)):
+        x.view(-1)[place] = draw(specials)
+    row_to_token = torch.tensor(draw(st.lists(st.integers(0, num_tokens - 1), max_size=4)), dtype=torch.int64)
+    return x.to(dtype), row_to_token
 
 
 def large_routes(num_tokens=6000, top_k=4, num_experts=16, num_destinations=4):

@@ -80,6 +80,7 @@ class Case:
     token_exchange: str | None = None
     kernels: str | None = None
     dense_sync: str | None = None
+    token_codec: str | None = None  # over the first level
     hot_experts: int = 0
     hot_level: int = -1
 
@@ -111,6 +112,7 @@ class Case:
             token_exchange=None,
             kernels=None,
             dense_sync=None,
+            token_codec=None,
             hot_experts=0,
             hot_level=-1,
         )
@@ -161,6 +163,8 @@ class Case:
             }
             for index, (name, size, domain_size) in enumerate(self.levels)
         ]
+        if self.token_codec is not None:
+            levels[0]["token_codec"] = self.token_codec
         if self.hot_experts:
             levels[self.hot_level]["hot_experts"] = self.hot_experts
         asked = {"token_exchange": self.token_exchange, "dense_sync": self.dense_sync}

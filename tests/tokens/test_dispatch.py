@@ -33,7 +33,8 @@ from torch import distributed as dist
 from ds_hybridep.kernels import load_kernels
 from ds_hybridep.plan.cluster import Cluster, Level
 from ds_hybridep.plan.partition import Partition
-from ds_hybridep.plan.token_route import build_route
+from ds_hybridep.plan.row_format import RowFormat, record_bytes
+from ds_hybridep.plan.token_route import TokenExchange, build_route
 from ds_hybridep.tokens.exchange import HEADER_BYTES, build_exchanges
 from ds_hybridep.tokens.layer import combine, dispatch
 
@@ -386,3 +387,73 @@ def test_evaluation_needs_no_backward(pool4: ProcessPool) -> None:
     for output, reference in zip(outputs, dense_results(case), strict=True):
         value = torch.tensor(output, dtype=torch.float64).reshape(-1, HIDDEN).numpy()
         assert relative_distance(value, reference["output"]) <= FP32_TOLERANCE
+
+
+# -- rows of one byte an element ----------------------------------------------------------------------------------
+
+RECORD_HIDDEN = 200
+
+
+def token_of(rank: int, token: int, dtype: torch.dtype) -> torch.Tensor:
+    """[D], with some columns much larger than others."""
+    column = torch.arange(RECORD_HIDDEN, dtype=torch.float64)
+    return (torch.sin(1 + rank + 7.3 * token + 0.61 * column) * 2.0 ** (column % 5)).to(dtype)
+
+
+def carry_records(exchange: TokenExchange, row_format: RowFormat, dtype: torch.dtype) -> dict[str, Any]:
+    """Four ranks in two datacentres send each other a token; twice, so that rows also travel in first messages."""
+    rank, kernels = dist.get_rank(), load_kernels("auto", "cpu")  # may compile, which is no wait for other ranks
+    transport = open_transport(Cluster((Level("dc", 2), Level("gpu", 2))), timeout_s=30)
+    partition = Partition.build(transport.cluster, range(4), (1, 1))
+    exchanges = build_exchanges(
+        build_route(partition, rank, 4, exchange), transport, "ep", kernels, "layer 0", torch.device("cpu"),
+        level_formats=(row_format, None),
+    )  # fmt: skip
+    x = torch.stack([token_of(rank, token, dtype) for token in range(4)]).requires_grad_()
+    topk_idx, weights = torch.arange(4, dtype=torch.int32)[:, None], 1.0 + 4 * rank + torch.arange(4.0)[:, None]
+    for _ in range(2):
+        x.grad = None
+        rows, row_idx, row_weights, states = x, topk_idx, weights, []
+        for one in exchanges:
+            rows, row_idx, row_weights, state = dispatch(rows, row_idx, row_weights, one)
+            states.append(state)
+        sums = rows * 2.0
+        for state in reversed(states):
+            sums = combine(sums, state)
+        sums.backward(x.detach())
+    traffic = transport.traffic
+    sent = [traffic.sent_bytes[level, "tokens"] for level in range(2)]
+    received = [traffic.received_bytes[level, "tokens"] for level in range(2)]
+    transport.close()
+    arrived = {int(weight) - 1: row for weight, row in zip(row_weights.flatten(), rows.float().tolist(), strict=True)}
+    return {
+        "arrived": arrived, "output": sums.float().tolist(), "grad": x.grad.float().tolist(), "sent": sent,
+        "received": received,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("exchange", EXCHANGES)
+@pytest.mark.parametrize(("row_format", "dtype"), [("int8", torch.bfloat16), ("fp8", torch.float32)])
+def test_rows_across_the_slow_level_travel_as_records(pool4: ProcessPool, exchange, row_format, dtype):
+    """What arrives is what the definition makes of a row; gradients, sums and rows inside are exact."""
+    kernels = load_kernels("reference", "cpu")
+
+    def rounded(row: torch.Tensor) -> torch.Tensor:
+        records = kernels.quantise_rows(row[None], torch.tensor([0]), row_format)
+        return kernels.dequantise_rows(records, RECORD_HIDDEN, row_format, dtype)[0]
+
+    exact = {rank: [token_of(rank, token, dtype) for token in range(4)] for rank in range(4)}
+    for rank, result in enumerate(pool4.run(carry_records, exchange=exchange, row_format=row_format, dtype=dtype)):
+        is_far = {other: other // 2 != rank // 2 for other in range(4)}
+        wanted = {4 * s + rank: rounded(exact[s][rank]) if is_far[s] else exact[s][rank] for s in range(4)}
+        assert result["arrived"] == {token: row.float().tolist() for token, row in wanted.items()}
+        for token, row in enumerate(exact[rank]):
+            assert result["output"][token] == (2 * (rounded(row) if is_far[token] else row)).float().tolist()
+            assert result["grad"][token] == (2 * row).float().tolist()
+        # Twice there and back, forward and backward: two rows over each level, straight to two ranks or to one. Level
+        # by level the second stage carries a row of each datacentre.
+        row_bytes, peers = RECORD_HIDDEN * dtype.itemsize, 2 if exchange == "direct" else 1
+        beside = 3 * row_bytes + 8 + 4
+        slow = 2 * (HEADER_BYTES * peers + 2 * (record_bytes(RECORD_HIDDEN) + beside))
+        fast = 2 * (HEADER_BYTES + (1 if exchange == "direct" else 2) * (row_bytes + beside))
+        assert result["sent"] == result["received"] == [slow, fast]
