@@ -121,6 +121,7 @@ def row_cases(options: argparse.Namespace, kernels: Any) -> Iterator[Case]:
     plan = kernels.plan_routes(*make_routes(options, 0))
     num_rows, num_slots = len(plan.row_to_token), options.tokens * options.top_k
     row_bytes = hidden * dtype.itemsize
+    few, on_few = load_kernels("compiled", "cuda", options.sms), f"ours, {options.sms} SMs"
     turns = num_turns(options.tokens * row_bytes)
     x = [torch.randn(options.tokens, hidden, device="cuda").to(dtype) for _ in range(turns)]
     weights = torch.rand(options.tokens, options.top_k, device="cuda")
@@ -128,8 +129,10 @@ def row_cases(options: argparse.Namespace, kernels: Any) -> Iterator[Case]:
     slots = deepspeed_slots(plan, capacity)
     rows = kernels.dispatch_rows(x[0], plan.row_to_token)
     assert torch.equal(rows, x[0][plan.row_to_token]), "dispatched rows differ from those of torch"
+    assert torch.equal(rows, few.dispatch_rows(x[0], plan.row_to_token))
     variants: dict[str, Callable[[int], object]] = {
         "ours": lambda turn: kernels.dispatch_rows(x[turn], plan.row_to_token),
+        on_few: lambda turn: few.dispatch_rows(x[turn], plan.row_to_token),
         "torch index_select": lambda turn: x[turn].index_select(0, plan.row_to_token),
         "deepspeed _sparse_encode": lambda turn: _sparse_encode(x[turn], slots, options.experts, capacity),
         "autoep gather_rows": lambda turn: ep_kernels.gather_rows(x[turn], plan.row_to_token),
@@ -142,8 +145,9 @@ def row_cases(options: argparse.Namespace, kernels: Any) -> Iterator[Case]:
     encoded[slots.t()[is_row]] = rows[plan.slot_to_row[is_row]]
     gates = weights.t().contiguous()
     wanted = _sparse_decode(encoded, slots, gates, options.tokens)
-    found = kernels.combine_rows(rows, plan.slot_to_row, weights)
-    torch.testing.assert_close(found.float(), wanted.float(), rtol=1e-2, atol=1e-2)
+    for one in (kernels, few):
+        found = one.combine_rows(rows, plan.slot_to_row, weights)
+        torch.testing.assert_close(found.float(), wanted.float(), rtol=1e-2, atol=1e-2)
 
     def by_torch(turn: int) -> Tensor:
         picked = many[turn].index_select(0, plan.slot_to_row.flatten()).view(options.tokens, options.top_k, hidden)
@@ -152,6 +156,7 @@ def row_cases(options: argparse.Namespace, kernels: Any) -> Iterator[Case]:
     combine_bytes = (options.tokens + num_rows) * row_bytes + num_slots * (8 + 4)
     variants = {
         "ours": lambda turn: kernels.combine_rows(many[turn], plan.slot_to_row, weights),
+        on_few: lambda turn: few.combine_rows(many[turn], plan.slot_to_row, weights),
         "torch": by_torch,
         "deepspeed _sparse_decode": lambda turn: _sparse_decode(encoded, slots, gates, options.tokens),
     }
@@ -220,6 +225,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--experts", type=int, default=128)
     parser.add_argument("--hidden", type=int, default=7168)
     parser.add_argument("--dtype", choices=["bfloat16", "float16", "float32"], default="bfloat16")
+    parser.add_argument("--sms", type=int, default=8, help="multiprocessors for the persistent variants")
     parser.add_argument("--only", nargs="+", choices=list(CASES), default=list(CASES))
 
 

@@ -175,6 +175,52 @@ void combine_rows_backward(Address grad, int grad_type, Address rows, int rows_t
     require_in_range("slot_to_row", slot_to_row, wrong, num_rows, "rows");
 }
 
+#ifdef HYBRIDEP_CUDA
+
+void dispatch_rows_on(int num_sms, Address x, Address row_to_token, int64_t num_tokens, int64_t num_rows,
+                      int64_t row_bytes, Lane lane, Address out) {
+    require_sizes({num_tokens, num_rows, row_bytes});
+    hybridep::dispatch_rows_on(num_sms, at<const void>(x), at<const int64_t>(row_to_token), num_tokens, num_rows,
+                               row_bytes, to_lane(lane), at<void>(out));
+}
+
+void combine_rows_on(int num_sms, Address rows, int rows_type, Address slot_to_row, Address weights,
+                     int64_t num_tokens, int64_t top_k, int64_t num_rows, int64_t hidden, Lane lane, Address out,
+                     int out_type) {
+    require_sizes({num_tokens, top_k, num_rows, hidden});
+    hybridep::combine_rows_on(num_sms, at<const void>(rows), to_type(rows_type), at<const int64_t>(slot_to_row),
+                              at<const float>(weights), {num_tokens, top_k, num_rows, hidden}, to_lane(lane),
+                              at<void>(out), to_type(out_type));
+}
+
+void quantise_rows_on(int num_sms, Address x, int x_type, Address row_to_token, int64_t num_tokens, int64_t num_rows,
+                      int64_t hidden, int format, Lane lane, Address records) {
+    require_sizes({num_tokens, num_rows, hidden});
+    hybridep::quantise_rows_on(num_sms, at<const void>(x), to_type(x_type), at<const int64_t>(row_to_token),
+                               {num_tokens, num_rows, hidden}, to_row_format(format), to_lane(lane),
+                               at<uint8_t>(records));
+}
+
+void dequantise_rows_on(int num_sms, Address records, int64_t num_rows, int64_t hidden, int format, Lane lane,
+                        Address out, int out_type) {
+    require_sizes({num_rows, hidden});
+    hybridep::dequantise_rows_on(num_sms, at<const uint8_t>(records), {0, num_rows, hidden}, to_row_format(format),
+                                 to_lane(lane), at<void>(out), to_type(out_type));
+}
+
+void combine_rows_backward_on(int num_sms, Address grad, int grad_type, Address rows, int rows_type,
+                              Address slot_to_row, Address weights, int64_t num_tokens, int64_t top_k,
+                              int64_t num_rows, int64_t hidden, Lane lane, Address scratch, Address grad_rows,
+                              Address grad_weights) {
+    require_sizes({num_tokens, top_k, num_rows, hidden});
+    hybridep::combine_rows_backward_on(num_sms, at<const void>(grad), to_type(grad_type), at<const void>(rows),
+                                       to_type(rows_type), at<const int64_t>(slot_to_row), at<const float>(weights),
+                                       {num_tokens, top_k, num_rows, hidden}, to_lane(lane), at<int64_t>(scratch),
+                                       at<void>(grad_rows), at<float>(grad_weights));
+}
+
+#endif
+
 void bit_sums(Address data, int64_t num_words, int word_bytes, Lane lane, Address sums) {
     require_sizes({num_words});
     if (word_bytes != 1 && word_bytes != 2) {
@@ -347,6 +393,11 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
     module.def("code_error", &hybridep::code_error);
     module.def("plan_scratch_bytes", &hybridep::plan_scratch_bytes);
     module.def("plan_routes", &plan_routes, release_gil());
+    module.def("dispatch_rows_on", &dispatch_rows_on, release_gil());
+    module.def("combine_rows_on", &combine_rows_on, release_gil());
+    module.def("quantise_rows_on", &quantise_rows_on, release_gil());
+    module.def("dequantise_rows_on", &dequantise_rows_on, release_gil());
+    module.def("combine_rows_backward_on", &combine_rows_backward_on, release_gil());
     module.attr("NONE_WRONG") = hybridep::kNoneWrong;
 #else
     module.def("plan_chunks", &plan_chunks);

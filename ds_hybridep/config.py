@@ -183,6 +183,7 @@ class AdvancedConfig(Settings):
     prefetch_depth: Count = 2
     kernels: Literal["auto", "compiled", "reference"] = "auto"
     verify_interval: Count = 100
+    dispatch_sms: Annotated[int | None, Field(ge=1)] = None
     replan: bool = True
 
 

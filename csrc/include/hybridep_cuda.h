@@ -18,6 +18,8 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <mutex>
+#include <set>
 #include <source_location>
 #include <stdexcept>
 #include <string>
@@ -39,6 +41,34 @@ inline void check(cudaError_t error, std::source_location where = std::source_lo
                              where.file_name() + ":" + std::to_string(where.line()) + " in " + where.function_name());
 }
 
+// Bytes of shared memory that a block can have on the current device.
+inline int max_shared_bytes() {
+#ifdef HYBRIDEP_EMULATION
+    return 64 * 1024;
+#else
+    int device = 0, value = 0;
+    check(cudaGetDevice(&device));
+    check(cudaDeviceGetAttribute(&value, cudaDevAttrMaxSharedMemoryPerBlockOptin, device));
+    return value;
+#endif
+}
+
+// Allows launches of a kernel with as much shared memory as the current device has.  The limit is the kernel's, and
+// threads launch it at the same time with different sizes, so it is set once and never lowered.
+inline void allow_all_shared_memory(const void* kernel, std::source_location where) {
+    static std::mutex mutex;
+    static std::set<std::pair<int, const void*>> done;
+    int device = 0;
+    check(cudaGetDevice(&device), where);
+    const std::lock_guard<std::mutex> lock(mutex);
+    if (done.contains({device, kernel})) return;
+    cudaFuncAttributes attributes{};
+    check(cudaFuncGetAttributes(&attributes, kernel), where);
+    const int left = max_shared_bytes() - static_cast<int>(attributes.sharedSizeBytes);
+    check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, left), where);
+    done.emplace(device, kernel);
+}
+
 inline int64_t blocks_for(int64_t num_threads, int block) { return (num_threads + block - 1) / block; }
 
 // How a kernel is launched.  A grid of 0 blocks launches nothing.
@@ -46,10 +76,12 @@ struct Launch {
     int64_t grid;
     int block;
     Stream stream;
+    size_t shared_bytes = 0;
     std::source_location where = std::source_location::current();
 };
 
 inline constexpr int64_t kMaxGrid = 0x7fffffff;
+inline constexpr size_t kPlainSharedBytes = 48 * 1024;  // for more than this, a kernel needs a permission
 
 template <typename... Wanted, typename... Given>
 void launch(const Launch& how, void (*kernel)(Wanted...), Given... arguments) {
@@ -57,10 +89,13 @@ void launch(const Launch& how, void (*kernel)(Wanted...), Given... arguments) {
     if (how.grid < 0 || how.grid > kMaxGrid) {
         throw std::runtime_error("grid of " + std::to_string(how.grid) + " blocks in " + how.where.function_name());
     }
+    const auto* address = reinterpret_cast<const void*>(kernel);
+    if (how.shared_bytes > kPlainSharedBytes) allow_all_shared_memory(address, how.where);
 #ifdef HYBRIDEP_EMULATION
-    emulation::Machine::get().launch(how.grid, how.block, [=] { kernel(arguments...); });
+    emulation::Machine::get().launch(address, how.grid, how.block, how.shared_bytes, [=] { kernel(arguments...); });
 #else
-    kernel<<<static_cast<unsigned>(how.grid), how.block, 0, how.stream>>>(static_cast<Wanted>(arguments)...);
+    kernel<<<static_cast<unsigned>(how.grid), how.block, how.shared_bytes, how.stream>>>(
+        static_cast<Wanted>(arguments)...);
     check(cudaGetLastError(), how.where);
 #endif
 }
@@ -124,6 +159,17 @@ __device__ __noinline__ inline void fail_packet(uint32_t start, uint32_t stamp, 
 #else
     printf(kMessage, start, stamp, wanted_start, wanted_stamp);
     __trap();
+#endif
+}
+
+// Shared memory whose size is given at the launch.
+template <typename T>
+__device__ __forceinline__ T* dynamic_shared() {
+#ifdef HYBRIDEP_EMULATION
+    return static_cast<T*>(emulation::Machine::get().shared());
+#else
+    extern __shared__ uint4 hybridep_shared[];
+    return reinterpret_cast<T*>(hybridep_shared);
 #endif
 }
 

@@ -163,4 +163,22 @@ int64_t combine_rows_backward(const void* grad, Type grad_type, const void* rows
 
 void bit_sums(const void* data, int64_t num_words, int word_bytes, Stream stream, int64_t* sums);
 
+// The same on at most num_sms multiprocessors, with one block that stays on each; other kernels have the rest.  Bulk
+// copies move the rows where they can (compute capability 9.0 or later, addresses and rows of whole 16 bytes).
+int64_t dispatch_rows_on(int num_sms, const void* x, const int64_t* row_to_token, int64_t num_tokens, int64_t num_rows,
+                         int64_t row_bytes, Stream stream, void* out);
+
+int64_t combine_rows_on(int num_sms, const void* rows, Type rows_type, const int64_t* slot_to_row,
+                        const float* weights, const CombineSizes& sizes, Stream stream, void* out, Type out_type);
+
+int64_t quantise_rows_on(int num_sms, const void* x, Type x_type, const int64_t* row_to_token, const RowSizes& sizes,
+                         RowFormat format, Stream stream, uint8_t* records);
+
+void dequantise_rows_on(int num_sms, const uint8_t* records, const RowSizes& sizes, RowFormat format, Stream stream,
+                        void* out, Type out_type);
+
+int64_t combine_rows_backward_on(int num_sms, const void* grad, Type grad_type, const void* rows, Type rows_type,
+                                 const int64_t* slot_to_row, const float* weights, const CombineSizes& sizes,
+                                 Stream stream, int64_t* scratch, void* grad_rows, float* grad_weights);
+
 }  // namespace hybridep

@@ -69,7 +69,7 @@ def prepare_runtime(config: HybridEPConfig, facts: Facts) -> Callable[[], Hybrid
         planned = [plan_layer(config, spec) for spec in facts.specs]
         synchronised = facts.sync_groups(config)
         device = facts.specs[0].sample.device
-        kernels = load_kernels(config.advanced.kernels, device)
+        kernels = load_kernels(config.advanced.kernels, device, config.advanced.dispatch_sms)
         backends = backends_of(config, device)
         link = LinkSettings.of(config)
         payload = {

@@ -29,13 +29,15 @@ logger = logging.getLogger(__name__)
 _loaded: list[Any] = []  # compiled modules
 
 
-def load_kernels(mode: Mode, device: torch.device | str = "cpu") -> Kernels:
+def load_kernels(mode: Mode, device: torch.device | str = "cpu", dispatch_sms: int | None = None) -> Kernels:
     """Kernels for tensors on `device`.  The first call in a process may compile for some seconds.
 
     Args:
         mode: "auto" for compiled kernels, or else the reference and one warning that says why; "compiled" for compiled
             kernels or an error; "reference" for the PyTorch definitions.
         device: a device, or the type of the current one.
+        dispatch_sms: most multiprocessors on which compiled kernels for "cuda" dispatch and combine rows, forward and
+            backward; the others stay free for kernels that run at the same time.  None for all.  Results are the same.
 
     Raises:
         KernelBuildError: mode is "compiled" and there are no compiled kernels.
@@ -45,7 +47,7 @@ def load_kernels(mode: Mode, device: torch.device | str = "cpu") -> Kernels:
     device = torch.device(device)
     extension = _extension_or_reason(device)
     if not isinstance(extension, str):
-        return _kernels_of(extension, device.type)
+        return _kernels_of(extension, device.type, dispatch_sms)
     if mode == "compiled":
         raise KernelBuildError(
             f"compiled kernels for device type {device.type!r}: {extension}\n"
@@ -64,8 +66,10 @@ def load_codec_kernels(mode: Mode, device: torch.device | str = "cpu") -> Compil
 
 
 @functools.cache
-def _kernels_of(extension: Any, device_type: str) -> CompiledKernels:
-    return CudaKernels(extension) if device_type == "cuda" else CompiledKernels(extension)
+def _kernels_of(extension: Any, device_type: str, dispatch_sms: int | None) -> CompiledKernels:
+    if device_type == "cuda":
+        return CudaKernels(extension, dispatch_sms=dispatch_sms)
+    return CompiledKernels(extension)
 
 
 @functools.cache

@@ -60,6 +60,7 @@ class CompiledKernels:
         """Wrap `extension`, the module that HybridEPBuilder loads."""
         self.extension = extension
         self.lane: Lane = lambda device: nullcontext(torch.get_num_threads())
+        self._rows = extension  # what moves and sums rows
 
     def plan_routes(self, topk_idx: Tensor, expert_to_destination: Tensor, num_destinations: int) -> RoutePlan:
         sizes = sizes_of("plan_routes", *"TKE", topk_idx=topk_idx, expert_to_destination=expert_to_destination)
@@ -88,7 +89,7 @@ class CompiledKernels:
         out = torch.empty((num_rows, hidden), dtype=x.dtype, device=device)
         row_bytes = hidden * x.element_size()
         with self.lane(device) as lane:
-            call(self.extension.dispatch_rows, x, row_to_token, num_tokens, num_rows, row_bytes, lane, out)
+            call(self._rows.dispatch_rows, x, row_to_token, num_tokens, num_rows, row_bytes, lane, out)
         return out
 
     def quantise_rows(self, x: Tensor, row_to_token: Tensor, row_format: RowFormat) -> Tensor:
@@ -97,7 +98,7 @@ class CompiledKernels:
         device = self._device_of(x=x, row_to_token=row_to_token)
         records = torch.empty((len(row_to_token), record_bytes(x.shape[1])), dtype=torch.uint8, device=device)
         with self.lane(device) as lane:
-            call(self.extension.quantise_rows, x, x_type, row_to_token, *sizes, code, lane, records)
+            call(self._rows.quantise_rows, x, x_type, row_to_token, *sizes, code, lane, records)
         return records
 
     def dequantise_rows(self, records: Tensor, hidden: int, row_format: RowFormat, dtype: torch.dtype) -> Tensor:
@@ -106,7 +107,7 @@ class CompiledKernels:
         device = self._device_of(records=records)
         out = torch.empty((len(records), hidden), dtype=dtype, device=device)
         with self.lane(device) as lane:
-            call(self.extension.dequantise_rows, records, len(records), hidden, code, lane, out, out_type)
+            call(self._rows.dequantise_rows, records, len(records), hidden, code, lane, out, out_type)
         return out
 
     def combine_rows(
@@ -118,7 +119,7 @@ class CompiledKernels:
         device = self._device_of(rows=rows, slot_to_row=slot_to_row, weights=weights)
         out = torch.empty((len(slot_to_row), rows.shape[1]), dtype=out_dtype or rows.dtype, device=device)
         with self.lane(device) as lane:
-            call(self.extension.combine_rows, rows, rows_type, slot_to_row, weights, *sizes, lane, out, out_type)
+            call(self._rows.combine_rows, rows, rows_type, slot_to_row, weights, *sizes, lane, out, out_type)
         return out
 
     def combine_rows_backward(
@@ -131,7 +132,7 @@ class CompiledKernels:
         scratch = torch.empty(2 * len(rows) + slot_to_row.numel(), dtype=torch.int64, device=device)
         grad_rows, grad_weights = torch.empty_like(rows), torch.empty_like(weights)
         with self.lane(device) as lane:
-            call(self.extension.combine_rows_backward, *given, *sizes, lane, scratch, grad_rows, grad_weights)
+            call(self._rows.combine_rows_backward, *given, *sizes, lane, scratch, grad_rows, grad_weights)
         return grad_rows, grad_weights
 
     def bit_sums(self, tensor: Tensor) -> Tensor:

@@ -9,12 +9,16 @@ synchronisation; after that the process cannot use its device.
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from ds_hybridep.kernels.compiled import CompiledKernels, Lane, RoutePlan, call, sizes_of
+
+ROW_OPERATIONS = ("dispatch_rows", "quantise_rows", "dequantise_rows", "combine_rows", "combine_rows_backward")
 
 
 @contextmanager
@@ -30,10 +34,14 @@ class CudaKernels(CompiledKernels):
     name = "cuda"
     device_type: ClassVar[str] = "cuda"
 
-    def __init__(self, extension: Any, *, lane: Lane = current_stream) -> None:
-        """Wrap `extension`, the module that HybridEPBuilder("cuda") loads."""
+    def __init__(self, extension: Any, *, lane: Lane = current_stream, dispatch_sms: int | None = None) -> None:
+        """Wrap `extension`, the module that HybridEPBuilder("cuda") loads; `dispatch_sms` as in `load_kernels`."""
         super().__init__(extension)
         self.lane = lane
+        if dispatch_sms is not None:
+            self.name = f"{self.name}, dispatch on {dispatch_sms} SMs"
+            on_few = {name: partial(getattr(extension, f"{name}_on"), dispatch_sms) for name in ROW_OPERATIONS}
+            self._rows = SimpleNamespace(**on_few)
 
     def plan_routes(self, topk_idx: Tensor, expert_to_destination: Tensor, num_destinations: int) -> RoutePlan:
         """Make the plan on the device, with room for the most rows there can be; only counts go to the host."""

@@ -54,7 +54,7 @@ def test_a_minimal_block_gets_the_defaults():
 
 def test_everything_given_is_kept():
     given = {"enabled": False, "timeout_s": 1.5, "report_interval": 0, "report_file": "run.json"}
-    advanced = {"prefetch_depth": 0, "verify_interval": 0, "kernels": "reference", "replan": False}
+    advanced = {"prefetch_depth": 0, "verify_interval": 0, "kernels": "reference", "dispatch_sms": 8, "replan": False}
     config = parse({**BLOCK, **given, "advanced": advanced})
     assert {key: getattr(config, key) for key in given} == given
     assert config.advanced == AdvancedConfig(**advanced)
@@ -155,6 +155,7 @@ REFUSED = {  # key -> (part of the message, values)
     "hybridep.auto_codecs": ("a list", ["int8", 3]),
     "hybridep.advanced": ("an object", [None, *NOT_OBJECTS]),
     "hybridep.advanced.prefetch_depth": ("", [-1, None, *NOT_INTEGERS]),
+    "hybridep.advanced.dispatch_sms": ("", [0, -1, *NOT_INTEGERS]),
     "hybridep.advanced.kernels": ("'auto', 'compiled' or 'reference'", [None, True, 3, "zzz", ["auto"], {1, 2}]),
 }
 

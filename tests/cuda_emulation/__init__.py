@@ -4,6 +4,7 @@
 `load_emulated()` gives them as kernels for CPU tensors, so that the tests of kernels run on them without a GPU.
 """
 
+import ctypes
 import fcntl
 import functools
 import hashlib
@@ -37,9 +38,9 @@ class EmulatedKernels(CudaKernels):
 
 
 @functools.cache
-def load_emulated() -> EmulatedKernels:
+def load_emulated(dispatch_sms: int | None = None) -> EmulatedKernels:
     """The kernels, compiled now unless that was done before.  Raises RuntimeError with the compiler's output."""
-    return EmulatedKernels(_extension(), lane=lambda device: nullcontext(0))
+    return EmulatedKernels(_extension(), lane=lambda device: nullcontext(0), dispatch_sms=dispatch_sms)
 
 
 @functools.cache
@@ -48,9 +49,14 @@ def load_emulated_codecs() -> CompiledCodecs:
     return CompiledCodecs(load_emulated())
 
 
+def largest_grid() -> int:
+    """Blocks of the largest launch since the last call."""
+    return int(ctypes.CDLL(_extension().__file__).emulation_largest_grid())
+
+
 @functools.cache
 def _extension() -> Any:
-    sources = [CSRC / "bindings.cpp", *sorted((CSRC / "cuda").glob("*.cu"))]
+    sources = [CSRC / "bindings.cpp", HERE / "launches.cpp", *sorted((CSRC / "cuda").glob("*.cu"))]
     headers = [*sorted((CSRC / "include").glob("*.h")), HERE / "cuda_emulation.h"]
     sha = hashlib.sha256(repr([FLAGS, sys.version, pybind11.__version__]).encode())
     for path in [*sources, *headers]:

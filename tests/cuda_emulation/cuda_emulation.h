@@ -5,9 +5,11 @@
 // operation, and who runs next is drawn anew each time, with one warp far behind the others, so a missing barrier
 // shows as a wrong result sooner or later.
 //
-// What it finds: wrong indices and arithmetic, barriers that not all threads reach, lanes that name different masks.
-// What it cannot find: data races between barriers inside a warp, memory ordering, wrong instructions, anything about
-// speed.
+// Bulk copies are made as late as the barriers allow, so shared memory that is used again too early shows as well.
+//
+// What it finds: wrong indices and arithmetic, barriers that not all threads reach, lanes that name different masks,
+// reads of shared memory before it is written (it starts as 0xcd).  What it cannot find: data races between barriers
+// inside a warp, memory ordering, wrong instructions, anything about speed.
 
 #pragma once
 
@@ -21,6 +23,7 @@
 #include <cstdio>
 #include <cstring>
 #include <functional>
+#include <map>
 #include <memory>
 #include <mutex>
 #include <stdexcept>
@@ -53,6 +56,21 @@ inline dim3 threadIdx, blockIdx, blockDim, gridDim;
 
 namespace emulation {
 
+// An mbarrier: arrivals and bytes that the current phase still waits for.
+struct Barrier {
+    int num_arrivals;
+    int num_missing;
+    int64_t num_bytes;
+    int phase;
+};
+
+struct Copy {
+    void* to;
+    const void* from;
+    int num_bytes;
+    Barrier* barrier;
+};
+
 enum class State { kReady, kAtBlock, kAtWarp, kDone };
 
 struct Fiber {
@@ -65,6 +83,7 @@ struct Fiber {
     int operation = 0;                         // which one
     uint64_t given = 0;                        // what it gave to it
     uint64_t taken[32];                        // what all lanes gave to it
+    std::vector<std::vector<Copy>> stores{1};  // groups of bulk stores that were not made yet, the last one open
 };
 
 class Machine {
@@ -74,9 +93,13 @@ class Machine {
         return machine;
     }
 
-    void launch(int64_t grid, int block, std::function<void()> body) {
+    void launch(const void* kernel, int64_t grid, int block, size_t shared_bytes, std::function<void()> body) {
         const std::lock_guard<std::mutex> lock(mutex_);
         if (block < 1 || block > 1024) throw std::runtime_error("emulation: block of " + std::to_string(block));
+        if (shared_bytes > kPlainSharedBytes && static_cast<int>(shared_bytes) > shared_limit_of(kernel)) {
+            throw std::runtime_error("emulation: more shared memory than the kernel is allowed");
+        }
+        largest_grid_ = std::max(largest_grid_, grid);
         while (static_cast<int>(fibers_.size()) < block) fibers_.push_back(std::make_unique<Fiber>());
         body_ = std::move(body);
         is_backwards_ = !is_backwards_;
@@ -84,9 +107,23 @@ class Machine {
         gridDim = {static_cast<unsigned>(grid)};
         for (int64_t i = 0; i < grid; ++i) {
             blockIdx = {static_cast<unsigned>(is_backwards_ ? grid - 1 - i : i), 0, 0};
+            shared_.assign(shared_bytes / sizeof(uint4) + 1, uint4{0xcdcdcdcd, 0xcdcdcdcd, 0xcdcdcdcd, 0xcdcdcdcd});
             run_block(block);
         }
     }
+
+    // Dynamic shared memory that a kernel may be launched with; it belongs to the kernel and not to a launch.
+    void allow_shared(const void* kernel, int bytes) {
+        const std::lock_guard<std::mutex> lock(limits_mutex_);
+        shared_limits_[kernel] = bytes;
+    }
+
+    int64_t take_largest_grid() {
+        const std::lock_guard<std::mutex> lock(mutex_);
+        return std::exchange(largest_grid_, 0);
+    }
+
+    void* shared() { return shared_.data(); }
 
     // Ends the launch with an error of the type Error.
     template <typename Error>
@@ -110,12 +147,76 @@ class Machine {
 
     int lane() const { return current_ % 32; }
 
+    void arrive(Barrier* barrier, int num_bytes) {
+        barrier->num_bytes += num_bytes;
+        --barrier->num_missing;
+        turn(barrier);
+    }
+
+    // Until the phase has ended; meanwhile copies that were started may be made, one at each look.
+    void await(Barrier* barrier, int phase) {
+        for (int64_t looks = 0; barrier->phase == phase; ++looks) {
+            if (looks > 100000) fail<std::logic_error>("emulation: a barrier's phase never ends");
+            if (!loads_.empty()) {
+                const Copy copy = loads_.back();
+                loads_.pop_back();
+                require_16_bytes(copy);
+                std::memcpy(copy.to, copy.from, copy.num_bytes);
+                copy.barrier->num_bytes -= copy.num_bytes;
+                turn(copy.barrier);
+            }
+            wait(State::kReady);
+        }
+    }
+
+    void bulk_load(void* to, const void* from, int num_bytes, Barrier* barrier) {
+        loads_.push_back({to, from, num_bytes, barrier});
+        std::swap(loads_.back(), loads_[draw(loads_.size())]);
+    }
+
+    void bulk_store(void* to, const void* from, int num_bytes) {
+        fibers_[current_]->stores.back().push_back({to, from, num_bytes, nullptr});
+    }
+
+    void bulk_commit() { fibers_[current_]->stores.emplace_back(); }
+
+    // Makes all but the last `num_allowed` groups.
+    void bulk_wait(int num_allowed) {
+        auto& groups = fibers_[current_]->stores;
+        while (static_cast<int>(groups.size()) - 1 > num_allowed) {
+            for (const Copy& copy : groups.front()) {
+                require_16_bytes(copy);
+                std::memcpy(copy.to, copy.from, copy.num_bytes);
+            }
+            groups.erase(groups.begin());
+        }
+    }
+
    private:
     size_t draw(size_t below) {
         random_ = random_ * 6364136223846793005u + 1442695040888963407u;
         return (random_ >> 33) % below;
     }
 
+    static void turn(Barrier* barrier) {
+        if (barrier->num_missing > 0 || barrier->num_bytes != 0) return;
+        barrier->num_missing = barrier->num_arrivals;
+        barrier->phase ^= 1;
+    }
+
+    void require_16_bytes(const Copy& copy) {
+        if ((reinterpret_cast<uintptr_t>(copy.to) | reinterpret_cast<uintptr_t>(copy.from) | copy.num_bytes) % 16 !=
+            0) {
+            fail<std::logic_error>("emulation: a bulk copy is not of whole pieces of 16 bytes");
+        }
+    }
+
+    int shared_limit_of(const void* kernel) {
+        const std::lock_guard<std::mutex> lock(limits_mutex_);
+        return shared_limits_[kernel];
+    }
+
+    static constexpr size_t kPlainSharedBytes = 48 * 1024;
     static constexpr size_t kStackBytes = 64 * 1024;
     static constexpr int64_t kTurnsOfSlowWarp = 2048;  // for so long one warp waits while any other can go on
 
@@ -179,6 +280,9 @@ class Machine {
             num_at_barrier += state == State::kAtBlock;
             if (state == State::kAtWarp) finish_exchange(thread, block, ready);
             if (state == State::kReady) ready.push_back(thread);
+            if (state == State::kDone && (fibers_[thread]->stores.size() > 1 || !fibers_[thread]->stores[0].empty())) {
+                abandon(block, "emulation: a thread ends while its bulk stores still read shared memory");
+            }
         }
     }
 
@@ -215,13 +319,20 @@ class Machine {
     [[noreturn]] void abandon(int block, const char* message) {
         for (int i = 0; i < block; ++i) {
             if (fibers_[i]->state != State::kDone || error_) fibers_[i]->is_started = false;
+            fibers_[i]->stores.assign(1, {});
         }
+        loads_.clear();
         if (error_) std::rethrow_exception(std::exchange(error_, nullptr));
         throw std::logic_error(message);
     }
 
     std::mutex mutex_;
+    int64_t largest_grid_ = 0;
+    std::mutex limits_mutex_;  // another one: limits are set while a kernel runs
+    std::map<const void*, int> shared_limits_;
     std::vector<std::unique_ptr<Fiber>> fibers_;
+    std::vector<uint4> shared_;
+    std::vector<Copy> loads_;  // started and not made
     std::function<void()> body_;
     std::exception_ptr error_;
     jmp_buf scheduler_;
@@ -310,11 +421,27 @@ T atomicMax(T* at, U value) {
 // --- The host's side ------------------------------------------------------------------------------------------------
 
 enum cudaError_t { cudaSuccess = 0 };
+enum cudaFuncAttribute { cudaFuncAttributeMaxDynamicSharedMemorySize };
+struct cudaFuncAttributes {
+    size_t sharedSizeBytes = 0;
+};
 struct CUstream_st;
 using cudaStream_t = CUstream_st*;
 
 inline const char* cudaGetErrorName(cudaError_t) { return "cudaSuccess"; }
 inline const char* cudaGetErrorString(cudaError_t) { return "no error"; }
+
+inline cudaError_t cudaGetDevice(int* device) {
+    *device = 0;
+    return cudaSuccess;
+}
+
+inline cudaError_t cudaFuncGetAttributes(cudaFuncAttributes*, const void*) { return cudaSuccess; }
+
+inline cudaError_t cudaFuncSetAttribute(const void* kernel, cudaFuncAttribute, int value) {
+    emulation::Machine::get().allow_shared(kernel, value);
+    return cudaSuccess;
+}
 
 inline cudaError_t cudaMemsetAsync(void* at, int value, size_t bytes, cudaStream_t) {
     if (bytes > 0) std::memset(at, value, bytes);

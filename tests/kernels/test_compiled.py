@@ -31,7 +31,9 @@ LOADED = {
     "compiled": lambda: load_kernels("compiled"),
     "compiled, 3 threads": lambda: load_kernels("compiled"),
     "emulated": load_emulated,
+    "emulated on 3 SMs": lambda: load_emulated(dispatch_sms=3),
     "cuda": lambda: on_cuda(load_kernels("compiled", "cuda")),
+    "cuda on 8 SMs": lambda: on_cuda(load_kernels("compiled", "cuda", dispatch_sms=8)),
 }
 ALL = [pytest.param(name, marks=[pytest.mark.gpu] if "cuda" in name else []) for name in LOADED]
 

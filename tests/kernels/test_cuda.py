@@ -1,13 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What only the CUDA kernels have: streams, devices.
+"""What only the CUDA kernels have: a few multiprocessors, streams, devices.
 
 Those that need a GPU are marked; the others run the same sources on the CPU (see cuda_emulation).
 """
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 from codec_cases import make_codec
-from cuda_emulation import load_emulated, load_emulated_codecs
+from cuda_emulation import largest_grid, load_emulated, load_emulated_codecs
 from kernel_refs import PLAN_FIELDS, large_routes, payload
 from pydantic import ValidationError
 
@@ -26,32 +28,80 @@ def test_wrong_ids_are_named_destinations_before_experts():
     with pytest.raises(ValueError, match="expert_to_destination: holds 4, but there are 1 destinations"):
         load_emulated().plan_routes(topk_idx, torch.tensor([0, 4], dtype=torch.int32), 1)
     with pytest.raises(IndexError, match="row_to_token: holds 7, but there are 3 tokens"):
-        load_emulated().dispatch_rows(payload(3, 8), torch.tensor([0, 1, 7]))
+        load_emulated(dispatch_sms=2).dispatch_rows(payload(3, 8), torch.tensor([0, 1, 7]))
 
 
 def test_addresses_between_the_pieces_of_16_bytes():
     """Rows of whole pieces of 16 bytes that do not begin at one are moved another way."""
-    kernels = load_emulated()
-    for dtype in (torch.float32, torch.bfloat16):
-        base = payload(1, 5 * 16 + 1, dtype).flatten()
-        x = base[1:].view(5, 16)
-        row_to_token = torch.tensor([4, 0, 0, 2])
-        slot_to_row = torch.tensor([[1, 2], [-1, -1], [3, -1], [-1, -1], [0, -1]])
-        assert torch.equal(kernels.dispatch_rows(x, row_to_token), x[row_to_token])
-        assert torch.equal(kernels.combine_rows(x, slot_to_row), reference.combine_rows(x, slot_to_row))
-        records = kernels.quantise_rows(x, row_to_token, "int8")
-        assert torch.equal(records, reference.quantise_rows(x, row_to_token, "int8"))
-        moved = torch.cat([records.new_zeros(1), records.flatten()])[1:].view(records.shape)
-        rows = kernels.dequantise_rows(moved, 16, "int8", dtype)
-        assert torch.equal(rows, reference.dequantise_rows(records, 16, "int8", dtype))
+    for kernels in (load_emulated(), load_emulated(dispatch_sms=2)):
+        for dtype in (torch.float32, torch.bfloat16):
+            base = payload(1, 5 * 16 + 1, dtype).flatten()
+            x = base[1:].view(5, 16)
+            row_to_token = torch.tensor([4, 0, 0, 2])
+            slot_to_row = torch.tensor([[1, 2], [-1, -1], [3, -1], [-1, -1], [0, -1]])
+            assert torch.equal(kernels.dispatch_rows(x, row_to_token), x[row_to_token])
+            assert torch.equal(kernels.combine_rows(x, slot_to_row), reference.combine_rows(x, slot_to_row))
+            records = kernels.quantise_rows(x, row_to_token, "int8")
+            assert torch.equal(records, reference.quantise_rows(x, row_to_token, "int8"))
+            moved = torch.cat([records.new_zeros(1), records.flatten()])[1:].view(records.shape)
+            rows = kernels.dequantise_rows(moved, 16, "int8", dtype)
+            assert torch.equal(rows, reference.dequantise_rows(records, 16, "int8", dtype))
 
 
 def test_more_slots_than_a_warp_has_lanes():
+    """Then sums do not go through bulk copies."""
     slot_to_row = torch.randperm(3 * 70, generator=torch.Generator().manual_seed(0)).view(3, 70)
     slot_to_row[:, ::7] = -1
     rows, weights = payload(210, 32), payload(3, 70, salt=1)
-    found, wanted = (k.combine_rows(rows, slot_to_row, weights) for k in (load_emulated(), reference))
-    assert torch.equal(found, wanted)
+    for kernels in (load_emulated(), load_emulated(dispatch_sms=2)):
+        found, wanted = (k.combine_rows(rows, slot_to_row, weights) for k in (kernels, reference))
+        assert torch.equal(found, wanted)
+
+
+@pytest.mark.parametrize("row_bytes", [16, 16 * 1024, 16 * 1024 + 16, 40 * 1024])
+@pytest.mark.parametrize("num_rows", [0, 1, 33, 100])
+def test_rows_on_a_few_multiprocessors_go_through_all_stages(num_rows, row_bytes):
+    """More rows than stages and than lanes, and rows that are one stage, a little more, and several."""
+    x = payload(7, row_bytes // 4)
+    row_to_token = torch.randint(7, (num_rows,), generator=torch.Generator().manual_seed(num_rows))
+    for num_sms in (1, 3):
+        assert torch.equal(load_emulated(dispatch_sms=num_sms).dispatch_rows(x, row_to_token), x[row_to_token])
+
+
+def test_no_operation_on_rows_takes_more_than_its_multiprocessors():
+    """dispatch_sms keeps the others free for kernels that run at the same time."""
+    num_tokens, top_k, num_sms = 600, 2, 3
+    x, weights = payload(num_tokens, 256), payload(num_tokens, top_k, salt=1)
+    slot_to_row = torch.arange(num_tokens * top_k).view(num_tokens, top_k)
+    row_to_token = torch.arange(num_tokens).repeat_interleave(top_k)
+    kernels, all_sms = load_emulated(dispatch_sms=num_sms), load_emulated()
+    records, rows = all_sms.quantise_rows(x, row_to_token, "int8"), all_sms.dispatch_rows(x, row_to_token)
+    operations = {
+        "dispatch": lambda k: k.dispatch_rows(x, row_to_token),
+        "quantise": lambda k: k.quantise_rows(x, row_to_token, "int8"),
+        "dequantise": lambda k: k.dequantise_rows(records, 256, "int8", torch.float32),
+        "combine": lambda k: k.combine_rows(rows, slot_to_row, weights),
+        "backward of combine": lambda k: k.combine_rows_backward(x, rows, slot_to_row, weights),
+    }
+    for name, operation in operations.items():
+        largest_grid()
+        wanted = operation(all_sms)
+        assert largest_grid() > num_sms, name
+        torch.testing.assert_close(operation(kernels), wanted, rtol=0, atol=0)
+        assert largest_grid() <= num_sms, name
+
+
+def test_threads_launch_a_kernel_with_different_sizes_of_shared_memory():
+    """A kernel's limit of shared memory is one for all threads, and the GIL is not held."""
+    kernels, rows = load_emulated(dispatch_sms=1), payload(6, 1024)
+
+    def combine(slot_to_row):
+        wanted = reference.combine_rows(rows, slot_to_row)
+        return [torch.equal(kernels.combine_rows(rows, slot_to_row), wanted) for _ in range(20)]
+
+    with ThreadPoolExecutor(4) as pool:
+        results = list(pool.map(combine, 2 * [torch.tensor([[0], [1]]), torch.tensor([[2, 3, 5], [4, 1, -1]])]))
+    assert all(map(all, results))
 
 
 def test_the_settings_take_the_ranks_that_the_kernels_take():
@@ -110,8 +160,9 @@ def test_combine_against_fp64(cuda, dtype, tolerance):
     rows = cuda.dispatch_rows(x, plan.row_to_token)
     weight = torch.where(plan.slot_to_row >= 0, weights, 0.0).double().sum(dim=1, keepdim=True)
     wanted = x.double() * weight
-    out = cuda.combine_rows(rows, plan.slot_to_row, weights)
-    assert float((out.double() - wanted).norm() / wanted.norm()) < tolerance
+    for kernels in (cuda, load_kernels("compiled", "cuda", 8)):
+        out = kernels.combine_rows(rows, plan.slot_to_row, weights)
+        assert float((out.double() - wanted).norm() / wanted.norm()) < tolerance
 
 
 @pytest.mark.gpu

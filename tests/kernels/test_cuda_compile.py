@@ -39,6 +39,7 @@ VECTORS = {
     "apply_productILb1E": "load store",
 }
 IN_PTX = {"load": r"ld\.global\S*\.v4\.", "store": r"st\.global\S*\.v4\."}
+BULK = ("gather_in_bulk", "combine_in_bulk")
 # What nvcc says of a kernel: name, architecture, stores and loads that spill, registers, and more.
 SAID = re.compile(
     r"Compiling entry function '(\S+)' for '(\S+)'.*?\n.*?(\d+) bytes spill stores, "
@@ -131,3 +132,13 @@ def test_rows_and_tensors_are_moved_16_bytes_at_a_time(kernels, architectures, p
     for kernel in meant:
         for access in VECTORS[part].split():
             assert re.search(IN_PTX[access], kernel.ptx), (kernel.name, kernel.arch, access)
+
+
+def test_bulk_copies_are_where_the_architecture_has_them(kernels, architectures):
+    for name in BULK:
+        meant = [kernel for kernel in kernels if name in kernel.name]
+        assert {kernel.arch for kernel in meant} == set(architectures)
+        for kernel in meant:
+            has_bulk = "cp.async.bulk" in kernel.ptx
+            assert has_bulk == (kernel.arch != "sm_80"), (kernel.name, kernel.arch)
+            assert has_bulk or "trap;" in kernel.ptx, kernel.name  # not called there; in silence it would do nothing
