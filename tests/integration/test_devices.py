@@ -130,7 +130,7 @@ def test_the_way_of_a_token_stays_on_the_device() -> None:
     num_tokens, hidden, top_k, send_splits, recv_splits = 6, 8, 2, (4, 5), (4, 7)
     kernels, channel = load_kernels("reference"), NoChannel()
     places = torch.zeros(2, dtype=torch.int32, device=DEVICE)
-    exchange = Exchange("layer", (0, 1), 0, places, channel, kernels, [0, 3], [0, 4])
+    exchange = Exchange("layer", (0, 1), 0, places, channel, kernels, (None,) * 2, [0, 3], [0, 4])
     x = torch.empty(num_tokens, hidden, device=DEVICE, dtype=torch.bfloat16, requires_grad=True)
     weights = torch.empty(num_tokens, top_k, device=DEVICE, requires_grad=True)
     plan = RoutePlan(
@@ -166,7 +166,7 @@ def test_messages_are_filled_up_where_lengths_must_be_equal() -> None:
     channel, peers = NoChannel(), [0, 5]
     channel.has_equal_lengths = True
     places = torch.zeros(2, dtype=torch.int32, device=DEVICE)
-    exchange = Exchange("layer", (0, 1), 0, places, channel, load_kernels("reference"), peers, peers)
+    exchange = Exchange("layer", (0, 1), 0, places, channel, load_kernels("reference"), (None,) * 2, peers, peers)
     plan = mock.Mock(
         row_to_token=torch.empty(4, dtype=torch.int64, device=DEVICE),
         row_topk_idx=torch.empty(4, 2, dtype=torch.int32, device=DEVICE),

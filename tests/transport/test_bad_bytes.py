@@ -27,7 +27,7 @@ def exchange_of(layer: str = "blocks.1.moe", generation: int = 3) -> rows.Exchan
     """Rank 5's, with rank 7."""
     channel = SimpleNamespace(transport=SimpleNamespace(generation=generation))
     places = torch.zeros(2, dtype=torch.int32)
-    return rows.Exchange(layer, (5, 7), 0, places, channel, load_kernels("reference"), [8, 8], [8, 8])
+    return rows.Exchange(layer, (5, 7), 0, places, channel, load_kernels("reference"), (None,) * 2, [8, 8], [8, 8])
 
 
 PARTS = [(torch.zeros(0, 2 * TOP_K, dtype=torch.int32), torch.zeros(0, HIDDEN))] * 2
