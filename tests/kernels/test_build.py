@@ -37,6 +37,7 @@ def test_each_mode_gives_the_kernels_of_its_name():
     assert load_kernels("reference").name == "reference"
     assert load_kernels("compiled").name == "compiled"
     assert load_kernels("auto") is load_kernels("compiled", "cpu")
+    assert load_kernels("compiled", "cpu", 8).name == "compiled"  # multiprocessors are none of a CPU's
     assert load_kernels("reference", "cpu", 8).name == "reference"
 
 
