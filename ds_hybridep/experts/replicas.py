@@ -8,7 +8,7 @@ Each row has one tensor for each block of `experts.slots`.  The own slot has wei
 have memory from a step's first gradients until they were sent, those of the own slot from the first arrival on.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from contextlib import nullcontext
 
 import torch
@@ -59,9 +59,9 @@ class Replicas(Places):
         self.trainable_names = tuple(piece.name for piece in self.layout.trainable)
         # 1. Slots.
         super().__init__(layer, partition, rank, self.layout.num_local, hot_level)
-        self.slot_parts = [
-            _parts_of(self, slot) if slot in self.near_slots else () for slot in range(2 * len(self.domain_ranks))
-        ]
+        self.slot_parts: list[tuple[PacketPart, ...]] = [()] * (2 * len(self.domain_ranks))
+        for slot in self.near_slots:
+            self.slot_parts[slot] = _parts_of(self, [self.expert_ids(slot)])
         self.parts = self.slot_parts[self.own_slot]
         # 2. Weights, and views of them.
         self.streams = streams_of(self.device)  # None: there is no side stream
@@ -88,7 +88,24 @@ class Replicas(Places):
         """Replace the hot experts.  No gradients may wait, and weights must be shipped next."""
         assert self.hot is not None
         self.hot.choose(experts)
+        num_slots = len(self.domain_ranks)
+        self.slot_parts[num_slots:] = self.parts_of_hot(experts)[num_slots:]
+        if self.feedback is not None:
+            self.feedback.forget_layouts()
         self.version += 1
+
+    def parts_of_hot(self, experts: Collection[int]) -> list[tuple[PacketPart, ...]]:
+        """Return by slot the parts of messages of hot experts; none if their gradients go as they are.
+
+        Each expert has its own: what codecs keep of it must not depend on which others are hot.
+        """
+        at, codecs, num_slots = self.hot_level, self.encoding.gradient_codecs, len(self.domain_ranks)
+        parts: list[tuple[PacketPart, ...]] = [()] * (2 * num_slots)
+        if at is not None and any(codecs[stage.level] for stage in self.stages if stage.level >= at):
+            for slot in range(num_slots):
+                alone = [range(one, one + 1) for one in self.expert_ids(slot) if one in experts]
+                parts[num_slots + slot] = _parts_of(self, alone)
+        return parts
 
     @property
     def hot_slots(self) -> tuple[int, ...]:
@@ -138,6 +155,8 @@ class Replicas(Places):
         return self._sums[slot]
 
     def sum_parts(self, slot: int) -> list[Tensor]:
+        if (hot := self._hot_of(slot)) is not None:
+            return hot.sum_parts(slot)
         parts = self.layout.parts(self._sums[slot])
         if self.hot is not None:
             self.hot.add_returned(slot, parts)
@@ -282,17 +301,14 @@ class Replicas(Places):
         self.version += 1
 
 
-def _parts_of(replicas: Replicas, slot: int) -> tuple[PacketPart, ...]:
-    num_local, first = replicas.layout.num_local, replicas.expert_ids(slot).start
+def _parts_of(replicas: Replicas, stacks: Sequence[range]) -> tuple[PacketPart, ...]:
+    """Return the parts of a message with these stacks of experts."""
     return tuple(
-        PacketPart(
-            piece.shape,
-            num_local,
-            (((stacked(replicas.layer, piece.name), first * piece.shape.numel()), num_local * piece.shape.numel()),),
-            block.dtype,
-        )
+        PacketPart(piece.shape, len(experts), (((name, experts.start * size), len(experts) * size),), block.dtype)
         for block in replicas.layout.trainable_blocks
         for piece in block.slices
+        for name, size in [(stacked(replicas.layer, piece.name), piece.shape.numel())]
+        for experts in stacks
     )
 
 

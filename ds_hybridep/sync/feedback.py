@@ -61,6 +61,10 @@ class Feedback:
         """Return the fp32 bytes of what a slot's messages stand for."""
         return sum(part.fp32_bytes for part in self.parts[slot])
 
+    def forget_layouts(self) -> None:
+        """Call after `parts` have changed."""
+        self._layouts.clear()
+
     def layout(self, level: int, slot: int) -> MessageLayout | None:
         """Return the layout of a slot's messages of gradients over a level; None if they go as they are."""
         codec = self.gradients.codecs[level]
