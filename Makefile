@@ -23,12 +23,12 @@ export PATH := $(BIN):$(PATH)
 .DEFAULT_GOAL := help
 
 help:
-	@echo "make demo       train a small model over an emulated slow link in three ways, and compare"
+	@echo "make demo       train a small model over an emulated slow link in three ways, SITES=1: in four"
 	@echo "make test       the tests that need no GPU and little time"
 	@echo "make test-gpu   those that need a GPU"
 	@echo "make gpu        all to run first on a machine with GPUs, and one page to send back; PRETEND=1: on CPUs"
 	@echo "make test-slow  those that take long, and random tests with new seeds"
-	@echo "make test-versions  a core of the tests with each DeepSpeed and Python; writes docs/versions.md"
+	@echo "make test-versions  a core of the tests with each DeepSpeed and Python"
 	@echo "make check      lint, format, types, import order"
 	@echo "make fmt        format, and fix what can be fixed"
 	@echo "make bench      lists the measuring programs; NAME='e2e --help' runs one"
@@ -49,7 +49,7 @@ $(VENV)/.installed: pyproject.toml setup.py ds_hybridep/version.py
 	@touch $@
 
 demo: $(INSTALLED)
-	@$(BIN)/python -m benchmarks demo
+	@$(BIN)/python -m benchmarks demo $(if $(SITES),--sites)
 
 gpu: $(INSTALLED)
 	@$(BIN)/python -m benchmarks gpu $(if $(PRETEND),--pretend)
@@ -63,8 +63,8 @@ test-gpu: $(INSTALLED)
 test-slow: $(INSTALLED)
 	HYPOTHESIS_PROFILE=random $(BIN)/python -m pytest -m "slow or (hypothesis and not gpu)" --timeout 7200
 
-test-versions:
-	$(PYTHON) tests/house/versions.py --torch "$(TORCH)"
+test-versions: $(INSTALLED)
+	TORCH="$(TORCH)" $(BIN)/nox
 
 check: $(INSTALLED)
 	$(BIN)/ruff check .

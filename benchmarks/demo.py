@@ -2,6 +2,7 @@
 """Trains the same model over an emulated slow link in three ways, and compares them.
 
     make demo
+    make demo SITES=1       a fourth way: a job for each datacentre
 
 Four ranks in two datacentres run `examples/train_lm.py`, unchanged; only the ds_config and the size of the
 expert-parallel group differ.  Where this machine does not permit emulated links, the ranks run side by side without a
@@ -12,11 +13,14 @@ import argparse
 import fcntl
 import json
 import os
+import secrets
+import statistics
 import subprocess
 import sys
 import sysconfig
 import time
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -54,6 +58,7 @@ class Way:
     title: str
     config: str  # a file of ds_configs/
     arguments: tuple[str, ...] = ()
+    sites: tuple[str, ...] = ()  # names of jobs that train together; none: it is one job
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,17 +76,21 @@ class Run:
     valid_loss: float
 
 
+MEETING_PORT = 29400
+SITES = ("a", "b")
 WAYS = (
     Way("DeepSpeed, EP over both datacentres", "plain_ep.json"),
     Way("DeepSpeed, EP inside each datacentre", "plain_ep.json", ("--ep-size", "2")),
     Way("ds_hybridep", "two_dcs_2x2.json"),
 )
+BY_SITES = Way("ds_hybridep, a job per datacentre", "two_dcs_2x2.json", ("--ep-size", "2"), SITES)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--steps", type=int, default=25, help="optimizer steps of each run (default 25)")
     parser.add_argument("--wan", default="50mbit", metavar="RATE", help="of the slow link (default 50mbit)")
     parser.add_argument("--out", type=Path, default=REPOSITORY / "runs" / "demo", help="for logs and the record")
+    parser.add_argument("--sites", action="store_true", help="train with a job for each datacentre too")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -98,9 +107,9 @@ def run(args: argparse.Namespace) -> int:
     else:
         console.print(f"No slow link can be emulated here: {reason}\nBytes are compared; step times say nothing.")
     runs = []
-    for way in WAYS:
+    for number, way in enumerate((*WAYS, *([BY_SITES] if args.sites else [])), 1):
         with EmulatedNetwork(DATACENTRES, links) if reason is None else nullcontext() as network:
-            one = train(way, args, network, environment, console)
+            one = train(way, number, args, network, environment, console)
         if one is None:
             return 1
         runs.append(one)
@@ -111,7 +120,7 @@ def run(args: argparse.Namespace) -> int:
     if reason is not None:
         console.print("MB: counted by ds_hybridep; for EP over both datacentres those of its tokens alone.")
     detail = format_run_record(record)
-    console.print("\nThe last one in detail:", detail, sep="\n\n", markup=False, soft_wrap=True)
+    console.print("\nThe third one in detail:", detail, sep="\n\n", markup=False, soft_wrap=True)
     write_page(args.out / "report.html", detail)
     console.print(f"\nAs a page: {args.out / 'report.html'}", soft_wrap=True)
     return 0
@@ -151,70 +160,133 @@ def build_ops(environment: dict[str, str], console: Console) -> None:
             console.print(f"compiled in {seconds:.0f} s")
 
 
+@dataclass(frozen=True)
+class Job:
+    """One DeepSpeed job of a way; name: of its site, or of the way."""
+
+    name: str
+    command: list[str]
+    hosts: range
+    environment: dict[str, str]
+    result: Path
+
+
+def jobs_of(way: Way, number: int, out: Path, steps: int, network: EmulatedNetwork | None, secret: Path) -> list[Job]:
+    """The jobs of a way, with their ds_configs written."""
+    jobs = []
+    for index, site in enumerate(way.sites or ("",)):
+        hosts = DATACENTRES.ranks_in(index) if site else range(DATACENTRES.num_ranks)
+        name = f"{number}{site}"
+        config, result = out / f"{name}.json", out / f"{name}_result.json"
+        ds_config = json.loads((REPOSITORY / "ds_configs" / way.config).read_text())
+        if site:
+            host = network.topology.address_of(0) if network else "127.0.0.1"
+            point = {"meeting_point": f"{host}:{MEETING_PORT}", "secret_file": str(secret)}
+            ds_config["hybridep"] = {"sites": {"names": list(way.sites), **point, "codecs": "recommended"}}
+        elif "hybridep" in ds_config:
+            ds_config["hybridep"]["levels"][0]["codecs"] = "recommended"
+            ds_config["hybridep"].update(report_file=str(out / "run.json"), report_interval=steps)
+        config.write_text(json.dumps(ds_config, indent=2))
+        result.unlink(missing_ok=True)
+        command = [sys.executable, str(REPOSITORY / "examples" / "train_lm.py"), "--deepspeed_config", str(config)]
+        command += ["--steps", str(steps), "--log-interval", "1", "--eval-interval", "0", *way.arguments]
+        command += ["--json-file", str(result), "--first-rank", str(hosts[0])]
+        jobs.append(Job(name, command, hosts, {"HYBRIDEP_SITE": site} if site else {}, result))
+    return jobs
+
+
+@contextmanager
+def meeting_point(secret: Path, network: EmulatedNetwork | None, environment: dict[str, str]) -> Iterator[None]:
+    """Run the meeting point of the sites on host 0."""
+    secret.touch(mode=0o600)
+    secret.write_text(secrets.token_hex(32))
+    command = [sys.executable, "-m", "ds_hybridep.commands.main", "meet", "--port", str(MEETING_PORT)]
+    command += ["--secret-file", str(secret)]
+    process = subprocess.Popen(
+        network.command_on(0, command) if network else command,
+        env={**os.environ, **environment}, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+    )  # fmt: skip
+    try:
+        yield
+    finally:
+        process.kill()
+        process.wait()
+
+
 def train(
-    way: Way, args: argparse.Namespace, network: EmulatedNetwork | None, environment: dict[str, str], console: Console
-) -> Run | None:
+    way: Way, number: int, args: argparse.Namespace, network: EmulatedNetwork | None, environment: dict[str, str],
+    console: Console,
+) -> Run | None:  # fmt: skip
     """How it went; None where it failed, with the end of its output shown."""
-    name = f"{WAYS.index(way) + 1}"
-    config, result_path = args.out / f"{name}.json", args.out / f"{name}_result.json"
-    ds_config = json.loads((REPOSITORY / "ds_configs" / way.config).read_text())
-    if "hybridep" in ds_config:
-        ds_config["hybridep"]["levels"][0]["codecs"] = "recommended"
-        ds_config["hybridep"].update(report_file=str(args.out / "run.json"), report_interval=args.steps)
-    config.write_text(json.dumps(ds_config, indent=2))
-    result_path.unlink(missing_ok=True)
-    command = [sys.executable, str(REPOSITORY / "examples" / "train_lm.py"), "--deepspeed_config", str(config)]
-    command += ["--steps", str(args.steps), "--log-interval", "1", "--eval-interval", "0", *way.arguments]
-    command += ["--json-file", str(result_path)]
+    secret = args.out / "secret"
+    jobs = jobs_of(way, number, args.out, args.steps, network, secret)
     columns = TextColumn("{task.description:38}"), BarColumn(), MofNCompleteColumn(), TextColumn("steps")
     uplink_bytes: dict[int, int] = {}  # by steps done
-    logs = args.out / name
-    with (
-        Progress(*columns, TimeElapsedColumn(), TextColumn("ETA"), TimeRemainingColumn(), console=console) as progress,
-        RankProcesses(network, command, num_ranks=4, log_dir=logs, environment=environment) as ranks,
-        ranks.log_files[0].open(errors="replace") as log,
-    ):
+    with ExitStack() as stack:
+        if way.sites:
+            stack.enter_context(meeting_point(secret, network, environment))
+        started = [
+            stack.enter_context(
+                RankProcesses(
+                    network, job.command, num_ranks=len(job.hosts), log_dir=args.out / job.name,
+                    first_host=job.hosts[0], environment={**environment, **job.environment},
+                )
+            )
+            for job in jobs
+        ]  # fmt: skip
+        log = stack.enter_context(started[0].log_files[0].open(errors="replace"))
+        progress = stack.enter_context(
+            Progress(*columns, TimeElapsedColumn(), TextColumn("ETA"), TimeRemainingColumn(), console=console)
+        )
         bar = progress.add_task(way.title, total=args.steps)
-        while ranks.poll() and not ranks.failed_ranks():
+        while any([one.poll() for one in started]) and not any(one.failed_ranks() for one in started):
             for line in log.readlines():
                 if line.startswith("step ") and "validation" not in line:
                     done = int(line.split()[1].partition("/")[0])
                     progress.update(bar, completed=done)
                     if network is not None and done in (WARM_UP_STEPS, args.steps):
                         uplink_bytes[done] = network.counters()[0].out_bytes
-            if time.monotonic() - ranks.start_s > TIMEOUT_S:
+            if time.monotonic() - started[0].start_s > TIMEOUT_S:
                 break
             time.sleep(POLL_S)
-        failed = ranks.failed_ranks()
-        running = ranks.running_ranks()
-        is_done = bool(failed) and has_ended(ranks.log_files[0])
-    if is_done:  # torch sometimes aborts while a process ends, after all work is done
-        console.print(f"{way.title}: rank {failed[0]} failed after its last step; see {ranks.log_files[failed[0]]}")
-    elif failed or running or not result_path.is_file():
-        why = f"rank {failed[0]} failed" if failed else f"ranks {running} did not end within {TIMEOUT_S:g} s"
-        tail = (logs / f"rank{(failed or [0])[0]}.log").read_text(errors="replace").splitlines()[-30:]
-        console.print("\n".join([f"{way.title}: {why}; the end of its output:", *tail]), markup=False)
-        return None
-    result: dict[str, Any] = json.loads(result_path.read_text())
+    for job, one in zip(jobs, started, strict=True):
+        if not has_succeeded(way.title, job, one, console):
+            return None
+    results: list[dict[str, Any]] = [json.loads(job.result.read_text()) for job in jobs]
     counted = uplink_bytes.get(args.steps, 0) - uplink_bytes.get(WARM_UP_STEPS, 0)
     return Run(
         title=way.title,
-        step_s=result["median_step_s"],
+        step_s=max(result["median_step_s"] for result in results),
         uplink_bytes=counted / (args.steps - WARM_UP_STEPS) if network is not None else None,
-        loss=result["loss"],
-        valid_loss=result["valid_loss"],
+        loss=statistics.fmean(result["loss"] for result in results),
+        valid_loss=statistics.fmean(result["valid_loss"] for result in results),
     )
+
+
+def has_succeeded(title: str, job: Job, ranks: RankProcesses, console: Console) -> bool:
+    """Whether a job has trained to its end; says why if not."""
+    failed, running = ranks.failed_ranks(), ranks.running_ranks()
+    if failed and has_ended(ranks.log_files[0]):  # torch sometimes aborts while a process ends, after all work is done
+        console.print(f"{title}: rank {failed[0]} failed after its last step; see {ranks.log_files[failed[0]]}")
+        return True
+    if not failed and not running and job.result.is_file():
+        return True
+    why = f"rank {failed[0]} failed" if failed else f"ranks {running} did not end within {TIMEOUT_S:g} s"
+    tail = ranks.log_files[(failed or [0])[0]].read_text(errors="replace").splitlines()[-30:]
+    console.print("\n".join([f"{title}: {why}; the end of its output:", *tail]), markup=False)
+    return False
 
 
 def with_counted_bytes(runs: list[Run], record: dict[str, Any]) -> list[Run]:
     """The runs with what our report knows of the link, where no interface has counted: flat EP's tokens, and ours."""
-    flat, inside, ours = runs
+    flat, inside, ours, *others = runs
     slow, per_uplink = record["levels"][0], record["steps"] * DATACENTRES.num_dcs
     sent_bytes = sum(num_bytes or 0 for num_bytes in slow["sent_bytes"].values())
     return [
         replace(flat, uplink_bytes=slow["plain_ep_bytes"] / per_uplink),
         inside,
         replace(ours, uplink_bytes=sent_bytes / per_uplink),
+        *others,
     ]
 
 
@@ -229,7 +301,7 @@ def has_ended(log: Path, limit_s: float = 10.0) -> bool:
 
 
 def table_of(runs: list[Run], *, is_timed: bool) -> Table:
-    table = Table(title="the same training in three ways")
+    table = Table(title="the same training in several ways")
     table.add_column("")
     for column in ("step", "speed-up", "MB over the link per step", "loss", "validation loss"):
         table.add_column(column, justify="right")

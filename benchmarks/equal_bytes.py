@@ -22,6 +22,7 @@ import sys
 import tempfile
 import time
 from contextlib import ExitStack, suppress
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +46,17 @@ from benchmarks.common import (
     upper_95,
 )
 from benchmarks.losses import EVALUATED, PHASES, SEQ_LEN, read_headers
-from benchmarks.rivals import CLIP, POWER_SGD_START, Sent, Train, schedule, with_demo, with_diloco, with_power_sgd
+from benchmarks.rivals import (
+    CLIP,
+    POWER_SGD_START,
+    Sent,
+    Train,
+    schedule,
+    with_demo,
+    with_diloco,
+    with_power_sgd,
+    with_torchft,
+)
 from benchmarks.training import byte_model, engine_of, train_lm
 from ds_hybridep.lab.launcher import rank_environment
 
@@ -74,6 +85,7 @@ CASES: dict[str, dict[str, Any]] = {
         for every in (10, 30, 100)
     },
     **{f"DiLoCo, H {every}": {"diloco": every} for every in (10, 30, 100)},
+    **{f"DiLoCo of torchft, H {every}": {"torchft": every} for every in (10, 30)},
     **{f"PowerSGD, rank {rank}": {"power_sgd": rank} for rank in (1, 4)},
     **{f"DeMo, {count} of 4096": {"demo": count} for count in (8, 32)},
 }
@@ -101,6 +113,9 @@ def run(args: argparse.Namespace, records: Records) -> None:
         )
         raise SystemExit(2)
     cases = [EXACT, *(name for name in args.cases if name != EXACT)]
+    if find_spec("torchft") is None and any("torchft" in CASES[name] for name in cases):
+        print("torchft is not installed: its DiLoCo is left out")
+        cases = [name for name in cases if "torchft" not in CASES[name]]
     with tempfile.TemporaryDirectory() as scratch:
         for seed in args.seeds:
             begin = Path(scratch) / f"begin-{seed}.pt"
@@ -150,7 +165,8 @@ def run_pair(args: argparse.Namespace, folder: Path, settings: Record) -> list[R
             place = (0, 1) if is_split else (index, 2)
             own_port = free_port() if is_split else port
             environment = rank_environment(*place, "127.0.0.1", "lo", own_port) | {JOB_FOLDER: str(folder)}
-            environment |= {"HYBRIDEP_SITE": name, "PYTHONPATH": str(REPOSITORY), "SITE_INDEX": str(index)}
+            path = os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH")]))
+            environment |= {"HYBRIDEP_SITE": name, "PYTHONPATH": path, "SITE_INDEX": str(index)}
             ranks.append(start(name, ["-m", "benchmarks", *sys.argv[1:]], environment))
         limit = time.monotonic() + RUN_LIMIT_S
         for process in ranks:
@@ -247,7 +263,7 @@ def ours(model: nn.Module, case: Record, rate: float, steps: int, job: Job) -> t
     return train, sent
 
 
-RIVALS = {"power_sgd": with_power_sgd, "diloco": with_diloco, "demo": with_demo}
+RIVALS = {"power_sgd": with_power_sgd, "diloco": with_diloco, "torchft": with_torchft, "demo": with_demo}
 
 
 # ---- what is printed ----
@@ -287,7 +303,7 @@ def gaps_of(records: list[Record]) -> Gaps:
 FAMILIES = {  # names of cases -> label, color
     r"ours, r.*": ("ours, every step", "#1b7837"),
     r"ours, sites, H \d+, recommended": ("ours, local steps, encoded", "#7fbf7b"),
-    r"DiLoCo.*": ("DiLoCo", "#2166ac"),
+    r"DiLoCo, .*": ("DiLoCo", "#2166ac"),
     r"PowerSGD.*": ("PowerSGD", "#b2182b"),
     r"DeMo.*": ("DeMo", "#e08214"),
 }

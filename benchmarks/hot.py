@@ -6,6 +6,8 @@
 Each kind of model is one job over loopback that trains all plans in turn, in interleaved blocks, skew by skew.  The
 skew is the largest number of rows of a rank over the mean.  Experts sleep for each row: ranks share too few cores for
 real arithmetic to be uneven.  A drift moves the strong experts to other ranks every 20 steps.
+
+"measuring" are the seconds of a step in which rank 0 sends and adds up loads, and chooses.
 """
 
 import argparse
@@ -21,6 +23,7 @@ from torch import Tensor, nn
 import ds_hybridep
 from benchmarks.common import Record, Records, interleaved, ratio, run_job, table
 from benchmarks.training import VOCABULARY, Job, SleepingExpert, _Sleep, autoep, engine_of, moe_of, qwen3_moe
+from ds_hybridep.integration.hot_experts import HotExperts, HotLayer
 
 __all__ = ["Job", "add_arguments", "rank", "report", "run"]
 
@@ -143,7 +146,7 @@ def sleep_in_autoep(row_us: float, routing: Routing) -> None:
 
 def rank(args: argparse.Namespace, job: Job) -> None:
     kind = args.kinds[-1]
-    routing = Routing(args.experts, args.ranks)
+    routing, measuring = Routing(args.experts, args.ranks), Measuring()
     if kind == "AutoEP":
         sleep_in_autoep(args.row_us, routing)
     engines = {}
@@ -153,7 +156,7 @@ def rank(args: argparse.Namespace, job: Job) -> None:
     for skew in args.skews:
         for drifts in (False, *([True] if skew > 1.0 and not args.no_drift else [])):
             routing.skew = skew
-            measured = phase(engines, args, routing, drifts=drifts)
+            measured = phase(engines, args, routing, measuring, drifts=drifts)
             for name, found in measured.items():
                 params = {"kind": kind, "plan": name, "skew": skew, "drifts": drifts}
                 params |= {
@@ -182,9 +185,34 @@ def engine_for(name: str, kind: str, args: argparse.Namespace, routing: Routing)
     return engine_of(model, block, dtype=args.dtype)
 
 
-def phase(engines: dict[str, Any], args: argparse.Namespace, routing: Routing, *, drifts: bool) -> dict[str, Any]:
+class Measuring:
+    """Seconds that this process spends on loads and the choice, waiting for other ranks included."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self._time(HotExperts, "send_counts")
+        self._time(HotExperts, "_take")
+        self._time(HotLayer, "choose")
+
+    def _time(self, kind: type, name: str) -> None:
+        original = getattr(kind, name)
+
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            begin = time.perf_counter()
+            try:
+                return original(*args, **kwargs)
+            finally:
+                self.seconds += time.perf_counter() - begin
+
+        setattr(kind, name, timed)
+
+
+def phase(
+    engines: dict[str, Any], args: argparse.Namespace, routing: Routing, measuring: Measuring, *, drifts: bool
+) -> dict[str, Any]:
     """Blocks of all plans at one skew: seconds of a step, and the load that hot experts leave."""
     seconds: dict[str, list[float]] = defaultdict(list)
+    on_loads: dict[str, list[float]] = defaultdict(list)
     steps = 2 * DRIFT_STEPS if drifts else args.steps
     rounds = 1 if drifts else args.rounds
     for name, engine in engines.items():
@@ -194,16 +222,22 @@ def phase(engines: dict[str, Any], args: argparse.Namespace, routing: Routing, *
         for name in order:
             if drifts and name == "deepspeed":
                 continue
+            count = 1 if name == "deepspeed" else steps
             dist.barrier()
-            begin = time.perf_counter()
-            train(engines[name], args, routing, 1 if name == "deepspeed" else steps, drifts=drifts)
+            begin, before = time.perf_counter(), measuring.seconds
+            train(engines[name], args, routing, count, drifts=drifts)
             dist.barrier()
-            seconds[name].append((time.perf_counter() - begin) / (1 if name == "deepspeed" else steps))
+            seconds[name].append((time.perf_counter() - begin) / count)
+            on_loads[name].append((measuring.seconds - before) / count)
     found = {}
     for name, taken in seconds.items():
         layers = [] if name == "deepspeed" else ds_hybridep.stats(engines[name])["layers"]
         keys = ("hot_experts", "hot_changes", "load_before", "load_after", "rows_before", "rows_after")
-        found[name] = {"step_s": taken, "layers": [{key: one.get(key) for key in keys} for one in layers]}
+        found[name] = {
+            "step_s": taken,
+            "measuring_s": on_loads[name],
+            "layers": [{key: one.get(key) for key in keys} for one in layers],
+        }
     return found
 
 
@@ -232,16 +266,18 @@ def report(records: list[Record], args: argparse.Namespace) -> str:
             return f"{ratio(own, found['step_s']).median:.3f}"
 
         load = record["layers"][0]["load_after"] if record["layers"] else None
+        measuring = statistics.median(record.get("measuring_s", [0.0])) / statistics.median(own)
         rows.append(
             [
                 kind, plan, f"{skew:g}", "yes" if drifts else "no", f"{statistics.median(own):.3f}",
                 over((kind, "deepspeed", skew, False)), over((kind, "hybridep", skew, drifts)),
                 over((kind, "hybridep", 1.0, False)), "-" if load is None else f"{load:.2f}",
+                f"{measuring:.2%}",
             ]
         )  # fmt: skip
     header = [
         "kind", "plan", "skew", "drifts", "step [s]", "over DeepSpeed", "over hybridep", "over hybridep, even",
-        "load after",
+        "load after", "measuring",
     ]  # fmt: skip
     return "\n\n".join([table(header, rows), *gains(by_key)])
 

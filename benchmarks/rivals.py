@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Ways of others to send less, for benchmarks/equal_bytes.py: PowerSGD, DiLoCo and DeMo, in a loop of plain torch.
 
-PowerSGD is torch's own hook.  DiLoCo (arXiv 2311.08105) and DeMo (arXiv 2411.19870) are written here.
+PowerSGD is torch's own hook.  DiLoCo (arXiv 2311.08105) and DeMo (arXiv 2411.19870) are written here; DiLoCo is run
+once more as torchft has it, where that is installed.
 """
 
 from collections.abc import Callable
@@ -113,6 +114,45 @@ def with_diloco(model: nn.Module, setting: int, rate: float, steps: int) -> tupl
         outer.step()
         for parameter, new in zip(loop.parameters, common, strict=True):
             parameter.data.copy_(new)
+
+    return train, lambda: loop.sent
+
+
+def with_torchft(model: nn.Module, setting: int, rate: float, steps: int) -> tuple[Train, Sent]:
+    """DiLoCo of torchft, each rank a replica group of its own.  It exchanges after every H steps only."""
+    from torchft import Manager, ProcessGroupGloo
+    from torchft.coordination import LighthouseServer
+    from torchft.local_sgd import DiLoCo
+
+    assert steps % setting == 0, f"{steps} steps end between two exchanges of {setting}"
+    loop = Plain(model, rate, steps)
+    rank = torch.distributed.get_rank()
+    lighthouse = LighthouseServer(bind="127.0.0.1:0", min_replicas=2) if rank == 0 else None
+    address = [lighthouse.address() if lighthouse else None]
+    torch.distributed.broadcast_object_list(address)
+    store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    manager = Manager(
+        ProcessGroupGloo(), None, None, min_replica_size=2, use_async_quorum=False, init_sync=False, rank=0,
+        world_size=1, store_addr="127.0.0.1", store_port=store.port, lighthouse_addr=address[0],
+        replica_id=f"site-{rank}", hostname="127.0.0.1",
+    )  # fmt: skip
+    outer = torch.optim.SGD(loop.parameters, lr=OUTER_RATE, momentum=OUTER_MOMENTUM, nesterov=True)
+    diloco = DiLoCo(manager, [model], loop.optimizer, outer, setting)
+    diloco.__enter__()
+    servers: list[Any] = [store, *([lighthouse] if lighthouse else [])]  # they end with their last reference
+    count = 0
+
+    def train(tokens: Tensor, targets: Tensor) -> None:
+        nonlocal count
+        loop.backward(tokens, targets)
+        loop.step()
+        count += 1
+        if count % setting == 0:
+            loop.sent += sum(parameter.nbytes for parameter in loop.parameters)
+        if count == steps:
+            manager.shutdown()
+            torch.distributed.barrier()  # the other one may still need the servers
+            servers.clear()
 
     return train, lambda: loop.sent
 

@@ -45,6 +45,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--capacity-factor", type=float, default=1.5, help="0: never drop a token")
     parser.add_argument("--seq-len", type=int, default=128)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--first-rank", type=int, default=0, help="ranks of other jobs whose batches come before ours")
     parser.add_argument("--log-interval", type=int, default=10)
     parser.add_argument("--eval-interval", type=int, default=50, help="0: only at the end")
     parser.add_argument("--eval-batches", type=int, default=2, help="batches per rank in one evaluation")
@@ -175,7 +176,7 @@ def evaluate(engine: deepspeed.DeepSpeedEngine, corpus: Tensor, args: argparse.N
     engine.eval()
     losses = []
     for batch_idx in range(args.eval_batches):
-        place = (args.seed, batch_idx, 0, engine.global_rank)
+        place = (args.seed, batch_idx, 0, args.first_rank + engine.global_rank)
         batch = batch_at(corpus, place, rows=engine.train_micro_batch_size_per_gpu(), seq_len=args.seq_len)
         losses.append(engine(*batch)[0])
     engine.train()
@@ -186,7 +187,7 @@ def train_step(engine: deepspeed.DeepSpeedEngine, corpus: Tensor, step: int, arg
     """One optimizer step.  Returns this rank's mean loss, without the load-balancing part."""
     losses = []
     for micro_step in range(engine.gradient_accumulation_steps()):
-        place = (args.seed, step, micro_step, engine.global_rank)
+        place = (args.seed, step, micro_step, args.first_rank + engine.global_rank)
         batch = batch_at(corpus, place, rows=engine.train_micro_batch_size_per_gpu(), seq_len=args.seq_len)
         loss, aux_loss = engine(*batch)
         engine.backward(loss + AUX_LOSS_WEIGHT * aux_loss)

@@ -11,7 +11,8 @@ from ds_hybridep.errors import ConfigError
 
 PAGE = """<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><title>{title}</title></head>
-<body style="margin: 2em; color-scheme: light dark"><h1>{title}</h1><pre>{text}</pre></body></html>
+<body style="margin: 2em; color-scheme: light dark"><h1>{title}</h1><pre style="white-space: pre-wrap">{text}</pre>
+</body></html>
 """
 
 

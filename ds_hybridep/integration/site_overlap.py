@@ -108,4 +108,4 @@ class Departures:
         crossing.depart(index, packet)
 
     def _bit_sums(self, tensors: Sequence[Tensor]) -> Tensor:
-        return torch.stack([self._kernels.bit_sums(tensor.detach().reshape(-1)) for tensor in tensors])
+        return self._kernels.bit_sums(torch.cat([tensor.detach().reshape(-1) for tensor in tensors]))

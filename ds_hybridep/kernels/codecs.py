@@ -52,7 +52,7 @@ class CompiledCodecs:
         device = self._device_of(a=a, other=other)
         x, is_bad = torch.empty_like(a), _bytes(len(a), device)
         with self._lane(device) as lane:
-            scratch = _bytes(self._extension.flags_scratch_bytes(len(a)), device)
+            scratch = _bytes(self._extension.flags_scratch_bytes(a.shape[0]), device)
             call(self._extension.prepare, source, a, other, *_size(a), lane, scratch, x, is_bad)
         return x, is_bad.bool()
 
@@ -61,9 +61,9 @@ class CompiledCodecs:
     ) -> Tensor:
         """Quantise a [n, ...] into payload [n, bytes].  Returns [n] uint8: 1 for inf, nan or an overflow, else 0."""
         device = self._device_of(a=a, other=other, payload=payload)
-        is_bad = _bytes(len(a), device)
+        is_bad = _bytes(a.shape[0], device)
         with self._lane(device) as lane:
-            scratch = _bytes(self._extension.flags_scratch_bytes(len(a)), device)
+            scratch = _bytes(self._extension.flags_scratch_bytes(a.shape[0]), device)
             settings = (bits, block, lane, scratch)
             call(self._extension.blockwise_encode, source, a, other, *_size(a), *settings, *_place(payload), is_bad)
         return is_bad
@@ -97,17 +97,17 @@ class CompiledCodecs:
         """
         state = {"q": q, "row_rms": row_rms, "col_rms": col_rms}
         device = self._device_of(a=a, other=other, payload=payload, sizes=sizes, start=start, **state)
-        is_bad = _bytes(len(a), device)
+        is_bad = _bytes(a.shape[0], device)
         shape = (q.shape[1], a.shape[1], a.shape[2])
         with self._lane(device) as lane:
-            num_bytes = self._extension.low_rank_encode_scratch_bytes(len(a), *shape, row_rms is not None)
+            num_bytes = self._extension.low_rank_encode_scratch_bytes(a.shape[0], *shape, row_rms is not None)
             settings = (sizes, *shape, factor, iterations, start, lane, _bytes(num_bytes, device), *state.values())
             call(self._extension.low_rank_encode, source, a, other, *_size(a), *settings, *_place(payload), is_bad)
         return is_bad
 
     def low_rank_decode(self, payload: Tensor, out: Tensor, *, rank: int, factor: int, is_add: bool) -> None:
         """Assign or add to out [n, rows, cols] the products of factors, summed over rank in order."""
-        sizes = (len(out), rank, out.shape[1], out.shape[2])
+        sizes = (out.shape[0], rank, out.shape[1], out.shape[2])
         device = self._device_of(out=out, payload=payload)
         with self._lane(device) as lane:
             scratch = _bytes(self._extension.low_rank_decode_scratch_bytes(*sizes), device)
@@ -176,7 +176,7 @@ class CompiledCodecs:
         returned: some packet may be flagged.
         """
         with self._lane(self._device_of(packets=packets)) as lane:
-            place = (packets.data_ptr(), packets.stride(0), len(packets))
+            place = (packets.data_ptr(), packets.stride(0), packets.shape[0])
             found: int = self._extension.check_headers(*place, start, stamp, lane)
         return found
 
@@ -191,7 +191,8 @@ def _bytes(number: int, device: torch.device) -> Tensor:
 
 def _size(tensor: Tensor) -> tuple[int, int]:
     """Return n and the number of elements of one tensor."""
-    return len(tensor), tensor.numel() // max(len(tensor), 1)
+    number = tensor.shape[0]  # len() of a tensor is slow
+    return number, tensor.numel() // max(number, 1)
 
 
 def _place(payload: Tensor) -> tuple[int, int, int]:

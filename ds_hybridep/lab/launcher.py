@@ -102,6 +102,7 @@ class RankProcesses:
     """One process per rank. The constructor starts them; the end of the `with` block kills those that still run.
 
     network: where the hosts are; None runs all ranks on the loopback of this machine, where no link is limited.
+    first_host: where rank 0 runs; the others follow.
     environment: for all ranks; added to this process's environment and `rank_environment`, and overrides both.
     log_dir: gets rank0.log, rank1.log, ...; made if missing.
     live: stream to which `poll` also writes rank 0's output.
@@ -117,6 +118,7 @@ class RankProcesses:
         *,
         num_ranks: int,
         log_dir: Path,
+        first_host: int = 0,
         environment: Mapping[str, str] | None = None,
         live: TextIO | None = None,
     ) -> None:
@@ -124,7 +126,7 @@ class RankProcesses:
             raise ConfigError(f"command: got '{' '.join(command)}', wanted a program in PATH and its arguments")
         self.log_files = tuple(log_dir / f"rank{rank}.log" for rank in range(num_ranks))
         self.ended: dict[int, int] = {}  # rank -> exit code, in the order in which ranks ended
-        self._network, self._live = network, live
+        self._network, self._live, self._first_host = network, live, first_host
         self._processes: list[subprocess.Popen[bytes]] = []
         log_dir.mkdir(parents=True, exist_ok=True)
         self.start_s = time.monotonic()
@@ -137,7 +139,7 @@ class RankProcesses:
 
     def _start(self, command: Sequence[str], environment: Mapping[str, str]) -> None:
         network, num_ranks = self._network, len(self.log_files)
-        address = network.topology.address_of(0) if network else "127.0.0.1"
+        address = network.topology.address_of(self._first_host) if network else "127.0.0.1"
         device, port = (HOST_DEVICE, MASTER_PORT) if network else ("lo", _free_port())
         setpriv = shutil.which("setpriv")
         line = [*([setpriv, "--pdeathsig", "KILL"] if setpriv else []), *command]
@@ -145,7 +147,7 @@ class RankProcesses:
             with log_file.open("wb") as log:
                 self._processes.append(
                     subprocess.Popen(
-                        network.command_on(rank, line) if network else line,
+                        network.command_on(self._first_host + rank, line) if network else line,
                         stdin=subprocess.DEVNULL,
                         stdout=log,
                         stderr=subprocess.STDOUT,
@@ -185,7 +187,7 @@ class RankProcesses:
         """Kills every rank that still runs and, on emulated hosts, all other processes that ranks left running."""
         for rank, process in enumerate(self._processes):
             if self._network is not None:
-                kill_processes_in(self._network.namespace_of(rank))
+                kill_processes_in(self._network.namespace_of(self._first_host + rank))
             if process.poll() is None:  # on loopback; or not yet in its namespace
                 with suppress(ProcessLookupError):
                     os.killpg(process.pid, signal.SIGKILL)

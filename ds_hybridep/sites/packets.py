@@ -66,6 +66,7 @@ class Packets:
     def __init__(self, name: str, dense: Codec | None, experts: Codec | None, dtype: torch.dtype, home: Home) -> None:
         self.changes = StepChanges()
         self._dtype, self._home = dtype, home
+        self._layouts: dict[tuple[tuple[Span, ...], bool], MessageLayout] = {}
         self._memories = {
             kind: GradientMemory(f"{name}, sites, {kind}", (codec,), home, self.changes, 0)
             for kind, codec in (("dense", dense), ("experts", experts))
@@ -105,8 +106,12 @@ class Packets:
         return self._memories["experts" if one.is_expert else "dense"]
 
     def _layout(self, one: OwnedSlice) -> MessageLayout | None:
-        codec = self._memory(one).codecs[0]
-        return None if codec is None else MessageLayout(codec, parts_of(one.spans, self._dtype))
+        if (codec := self._memory(one).codecs[0]) is None:
+            return None
+        key = one.spans, one.is_expert
+        if key not in self._layouts:
+            self._layouts[key] = MessageLayout(codec, parts_of(one.spans, self._dtype))
+        return self._layouts[key]
 
     def encode(self, one: OwnedSlice, scale: float = 1.0) -> Tensor:
         """Return the packet of a slice, uint8 on the CPU, of values that are divided by the loss scale `scale`."""

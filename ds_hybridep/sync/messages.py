@@ -41,12 +41,12 @@ class PacketPart:
     pieces: tuple[tuple[Piece, int], ...]
     dtype: torch.dtype = torch.float32
 
-    @property
+    @cached_property
     def rows(self) -> int:
         """Rows as a codec sees them: 1 for vectors and scalars."""
         return self.shape[0] if len(self.shape) > 1 else 1
 
-    @property
+    @cached_property
     def cols(self) -> int:
         return math.prod(self.shape) // max(self.rows, 1)
 

@@ -63,6 +63,11 @@ def train(meeting: Meeting, folder: Path, ranks: int, sites: dict[str, Any], **o
         pytest.param({"family": "mixtral", "zero": 1, "ranks": 2, "accumulation": 2}, marks=AUTOEP),
         pytest.param({"family": "qwen3_moe", "zero": 2, "ranks": 2}, marks=AUTOEP),
         pytest.param({"family": "qwen3_moe", "zero": 3, "ranks": 2, "clip": 0.5, "accumulation": 2}, marks=AUTOEP),
+        pytest.param({"family": "qwen3_moe", "zero": 2, "ranks": 2, "levels": DOMAINS}, marks=AUTOEP),
+        pytest.param(
+            {"family": "qwen3_moe", "zero": 3, "ranks": 2, "levels": DOMAINS, "accumulation": 2}, marks=AUTOEP
+        ),
+        pytest.param({"family": "qwen3_moe", "zero": 1, "ranks": 2, "levels": HOT}, marks=AUTOEP),
     ],
 )
 def test_losses_are_those_of_one_job_over_all_ranks(meeting: Meeting, tmp_path: Path, options: dict[str, Any]) -> None:
