@@ -129,7 +129,7 @@ class HotReplicas:
         return self._sums[slot]
 
     def sum_parts(self, slot: int) -> list[Tensor]:
-        """Return the sums of a slot, [1, *shape] by parameter and expert, as `Replicas.parts_of_hot` orders them."""
+        """Return the sums of a slot, [1, *shape] by parameter and expert, as `parts_of_hot` orders them."""
         sums = self.sums(slot)
         return [one for part in self._layouts[slot].parts(sums) for one in part.split(1)] if sums else []
 

@@ -59,9 +59,7 @@ class Replicas(Places):
         self.trainable_names = tuple(piece.name for piece in self.layout.trainable)
         # 1. Slots.
         super().__init__(layer, partition, rank, self.layout.num_local, hot_level)
-        self.slot_parts: list[tuple[PacketPart, ...]] = [()] * (2 * len(self.domain_ranks))
-        for slot in self.near_slots:
-            self.slot_parts[slot] = _parts_of(self, [self.expert_ids(slot)])
+        self.slot_parts = _slot_parts(self, hot=())
         self.parts = self.slot_parts[self.own_slot]
         # 2. Weights, and views of them.
         self.streams = streams_of(self.device)  # None: there is no side stream
@@ -88,24 +86,8 @@ class Replicas(Places):
         """Replace the hot experts.  No gradients may wait, and weights must be shipped next."""
         assert self.hot is not None
         self.hot.choose(experts)
-        num_slots = len(self.domain_ranks)
-        self.slot_parts[num_slots:] = self.parts_of_hot(experts)[num_slots:]
-        if self.feedback is not None:
-            self.feedback.forget_layouts()
+        self.slot_parts[:] = _slot_parts(self, experts)
         self.version += 1
-
-    def parts_of_hot(self, experts: Collection[int]) -> list[tuple[PacketPart, ...]]:
-        """Return by slot the parts of messages of hot experts; none if their gradients go as they are.
-
-        Each expert has its own: what codecs keep of it must not depend on which others are hot.
-        """
-        at, codecs, num_slots = self.hot_level, self.encoding.gradient_codecs, len(self.domain_ranks)
-        parts: list[tuple[PacketPart, ...]] = [()] * (2 * num_slots)
-        if at is not None and any(codecs[stage.level] for stage in self.stages if stage.level >= at):
-            for slot in range(num_slots):
-                alone = [range(one, one + 1) for one in self.expert_ids(slot) if one in experts]
-                parts[num_slots + slot] = _parts_of(self, alone)
-        return parts
 
     @property
     def hot_slots(self) -> tuple[int, ...]:
@@ -281,11 +263,9 @@ class Replicas(Places):
     def make_senders(self) -> None:
         """Make now what is kept of all gradients that leave this rank; otherwise it is made at its first use."""
         if (feedback := self.feedback) is not None:
-            for stage in self.stages if feedback.gradients.is_lossy else ():
-                slots = [slot for peer in stage.peers for slot in peer.receives]
-                for part in (part for slot in slots for part in feedback.parts[slot]):
-                    if feedback.gradients.codecs[stage.level] is not None:
-                        feedback.gradients.sender(stage.level, part)
+            for stage in (one for one in self.stages if feedback.gradients.codecs[one.level] is not None):
+                for part in (part for peer in stage.peers for slot in peer.receives for part in feedback.parts[slot]):
+                    feedback.gradients.sender(stage.level, part)
 
     def free_sent(self) -> None:
         """Free what only a shipment needed, once it has ended."""
@@ -299,6 +279,27 @@ class Replicas(Places):
         if self.hot is not None:
             self.hot.release()
         self.version += 1
+
+
+def parts_of_hot(replicas: Replicas, experts: Collection[int]) -> list[tuple[PacketPart, ...]]:
+    """Return by slot the parts of messages of hot experts; none if their gradients go as they are.
+
+    Each expert has its own: what codecs keep of it must not depend on which others are hot.
+    """
+    at, codecs, num_slots = replicas.hot_level, replicas.encoding.gradient_codecs, len(replicas.domain_ranks)
+    parts: list[tuple[PacketPart, ...]] = [()] * (2 * num_slots)
+    if at is not None and any(codecs[stage.level] for stage in replicas.stages if stage.level >= at):
+        for slot in range(num_slots):
+            alone = [range(one, one + 1) for one in replicas.expert_ids(slot) if one in experts]
+            parts[num_slots + slot] = _parts_of(replicas, alone)
+    return parts
+
+
+def _slot_parts(replicas: Replicas, hot: Collection[int]) -> list[tuple[PacketPart, ...]]:
+    parts = parts_of_hot(replicas, hot)
+    for slot in replicas.near_slots:
+        parts[slot] = _parts_of(replicas, [replicas.expert_ids(slot)])
+    return parts
 
 
 def _parts_of(replicas: Replicas, stacks: Sequence[range]) -> tuple[PacketPart, ...]:

@@ -17,6 +17,7 @@ from ds_hybridep.adaptive.probe import LinkProbe
 from ds_hybridep.adaptive.rates import expert_params, measure_experts
 from ds_hybridep.config import AUTO, HybridEPConfig
 from ds_hybridep.experts.migration import LayerExperts
+from ds_hybridep.experts.replicas import parts_of_hot
 from ds_hybridep.integration.build import PlannedLayer
 from ds_hybridep.integration.log import warn_once
 from ds_hybridep.plan.costs import COMPACT_BYTES, ranks_below
@@ -93,7 +94,7 @@ class HotLayer:
     def _parts_of_one(self) -> tuple[PacketPart, ...]:
         """The parts of one expert in messages of gradients; empty if these go as they are."""
         replicas = self.experts.replicas
-        return replicas.parts_of_hot(replicas.expert_ids(0)[:1])[len(replicas.domain_ranks)]
+        return parts_of_hot(replicas, replicas.expert_ids(0)[:1])[len(replicas.domain_ranks)]
 
     def take_counts(self) -> list[int]:
         """Return the rows of each expert that this rank has computed since the last call."""
@@ -133,7 +134,7 @@ class HotLayer:
     ) -> Callable[[], list[Undelivered]]:
         """Send what codecs left out of experts that are hot no more; as `collect`, with nothing under way."""
         replicas = self.experts.replicas
-        parts = replicas.parts_of_hot(set(earlier[self._own_domain]) - set(later[self._own_domain]))
+        parts = parts_of_hot(replicas, set(earlier[self._own_domain]) - set(later[self._own_domain]))
         if replicas.feedback is None or not any(parts):
             return list
         return collect(replicas, replicas.domain_ranks, transport, transport.world_size, parts)

@@ -87,8 +87,11 @@ def gradient_residuals(layout: Layout, workload: Workload) -> float:
 
 def gradients_sent(layout: Layout, workload: Workload, level: int) -> float:
     """Experts of a layer whose gradients a rank sends over a level, the hot ones included."""
-    owned = experts_per_rank(layout, workload)
-    return owned * gradient_messages(layout, level) + routing_of(layout, workload).num_returned(level)
+    owned, num_hot = experts_per_rank(layout, workload), 0.0
+    if layout.hot_level is not None and level >= layout.hot_level:  # a replica's gradient leaves over one level
+        others = 1 if level == layout.hot_level else layout.domain_sizes[level] - 1
+        num_hot = others * routing_of(layout, workload).num_far / math.prod(layout.domain_sizes[level:])
+    return owned * gradient_messages(layout, level) + num_hot
 
 
 def residual_bytes(workload: Workload) -> float:

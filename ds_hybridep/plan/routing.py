@@ -226,13 +226,6 @@ class Routing:
             return 0.0
         return self.num_far / math.prod(self.domain_sizes[level:])
 
-    def num_returned(self, level: int) -> float:
-        """Replicas of hot experts whose gradients a rank sends over this level: each leaves it over one level."""
-        if self.hot_level is None or level < self.hot_level:
-            return 0.0
-        others = 1 if level == self.hot_level else self.domain_sizes[level] - 1
-        return others * self.num_far / math.prod(self.domain_sizes[level:])
-
     # ---- chances of a token ----
 
     def _even_chance(self, num_levels: int) -> float:
