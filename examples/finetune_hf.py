@@ -52,7 +52,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--deepspeed", required=True, help="ds_config.json")
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--batch", type=int, default=4, help="windows of a rank in one micro-step")
-    parser.add_argument("--accumulation", type=int, default=1)
+    parser.add_argument("--accumulation", type=int, help="micro-steps; by default what the ds_config says, or 1")
     parser.add_argument("--seq-len", type=int, default=128, help="tokens of a window")
     parser.add_argument("--learning-rate", type=float, default=1e-3)
     parser.add_argument("--lora-rank", type=int, default=0, help="train adapters of attention only; needs peft")
@@ -129,8 +129,8 @@ def build_tiny(args: argparse.Namespace) -> tuple[PreTrainedModel, PreTrainedTok
     return model, tokenizer
 
 
-def load(folder: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    model = AutoModelForCausalLM.from_pretrained(folder, local_files_only=True, dtype="auto")
+def load(folder: Path, dtype: torch.dtype) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    model = AutoModelForCausalLM.from_pretrained(folder, local_files_only=True, dtype=dtype)
     model.config.use_cache = False
     return model, AutoTokenizer.from_pretrained(folder, local_files_only=True)
 
@@ -164,13 +164,19 @@ def main() -> None:
     if not has_accelerator:
         join_ranks_on_cpus()
     # 1. Arguments, before the model: with ZeRO-3 in the ds_config, transformers then loads weights in parts.
+    #    The Trainer wants to be told what the ds_config says of the dtype and of micro-steps.
+    config = json.loads(Path(args.deepspeed).read_text(encoding="utf-8"))
+    is_bf16 = config.get("bf16", {}).get("enabled") is True
+    accumulation = (
+        config.get("gradient_accumulation_steps", "auto") if args.accumulation is None else args.accumulation
+    )
     arguments = TrainingArguments(
         output_dir="runs/finetune_hf",
         deepspeed=args.deepspeed,
         max_steps=args.steps,
         per_device_train_batch_size=args.batch,
         per_device_eval_batch_size=args.batch,
-        gradient_accumulation_steps=args.accumulation,
+        gradient_accumulation_steps=1 if accumulation == "auto" else accumulation,
         learning_rate=args.learning_rate,
         lr_scheduler_type="constant",
         logging_steps=10,
@@ -178,12 +184,15 @@ def main() -> None:
         save_steps=args.save_every or args.steps,
         report_to=[],
         seed=args.seed,
+        bf16=is_bf16,
+        use_cpu=not has_accelerator,
         accelerator_config={"use_configured_state": not has_accelerator},
         dataloader_pin_memory=has_accelerator,
         disable_tqdm=True,
     )
     # 2. Model and text.
-    model, tokenizer = build_tiny(args) if args.tiny else load(args.model)
+    dtype = torch.bfloat16 if is_bf16 else torch.float32
+    model, tokenizer = build_tiny(args) if args.tiny else load(args.model, dtype)
     if args.lora_rank:
         model = add_adapters(model, args.lora_rank, with_experts=args.lora_experts)
     windows = windows_of(read_text(args.text), tokenizer, args.seq_len)

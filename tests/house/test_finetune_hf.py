@@ -64,6 +64,72 @@ def test_the_way_to_generate_that_the_page_shows(tmp_path: Path) -> None:
     assert all(torch.equal(value, exported[name]) for name, value in saved.items())
 
 
+def changed(block: str, changes: dict[str, str]) -> str:
+    """A block of the page for two datacentres of two CPU ranks, and a few steps."""
+    for there, here in changes.items():
+        assert there in block, there
+        block = block.replace(there, here)
+    return block
+
+
+FOR_CPUS = {
+    "bf16=True": "bf16=True, use_cpu=True, accelerator_config={'use_configured_state': True}, report_to=[], seed=1",
+    "learning_rate=1e-5": "learning_rate=1e-3", "max_steps=100": "max_steps=10, logging_steps=5",
+    "eval_steps=50": "eval_steps=5", "save_steps=50": "save_steps=5", "length=512": "length=64",
+    "Qwen/Qwen3-30B-A3B": "tiny",
+}  # fmt: skip
+JOIN = """
+import os
+from accelerate import PartialState
+
+os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
+PartialState(backend="gloo")
+"""
+MAKE_TINY = f"""
+import argparse, sys
+sys.path.insert(0, {str(ROOT / "examples")!r})
+import finetune_hf
+for one in finetune_hf.build_tiny(argparse.Namespace(seed=0, seq_len=64, tiny_steps=20)):
+    one.save_pretrained("tiny")
+"""
+FACTS = """
+import json
+import torch
+
+print("losses", json.dumps([one for one in trainer.state.log_history if {"loss", "eval_loss"} & set(one)]), flush=True)
+torch.distributed.destroy_process_group()
+"""
+
+
+@pytest.mark.parametrize("has_adapters", [False, True], ids=["whole model", "adapters"])
+def test_the_whole_example_that_the_page_shows(tmp_path: Path, has_adapters: bool) -> None:
+    """Training with evaluation and the best checkpoint, `generate` on all ranks, and the folder that is saved."""
+    config, script, command, _ = blocks_of("huggingface.md", "A whole example")
+    (generate,) = blocks_of("huggingface.md", "Evaluation and `generate()` while training")
+    settings = json.loads(changed(config, {'"size": 8': '"size": 2', '"autoep_size": 16': '"autoep_size": 4'}))
+    script = changed(script, FOR_CPUS)
+    generate = changed(generate, {"synced_gpus=True": "synced_gpus=True, output_router_logits=False"})  # as it says
+    if has_adapters:
+        parts = blocks_of("huggingface.md", "Adapters (LoRA)")
+        settings |= json.loads(f"{{{changed(parts[0], {'16': '4'})}}}")
+        script = changed(script, {"\n\n\ndef windows": f"\n{parts[1]}\n\n\ndef windows"})
+    (tmp_path / "ds_config.json").write_text(json.dumps(settings))
+    (tmp_path / "train.py").write_text("\n".join([JOIN, script, generate, FACTS]))
+    output_of([sys.executable, "-c", MAKE_TINY], tmp_path, 300)
+    text = (ROOT / "docs" / "faults.md").read_text()
+    (tmp_path / "train.txt").write_text(text * 3)
+    (tmp_path / "valid.txt").write_text(text[:2000])
+    assert command == "deepspeed --hostfile hosts train.py"
+    said = launch(tmp_path, 4, "train.py")
+    losses = json.loads(re.findall(r"^losses (.+)$", said, re.MULTILINE)[0])
+    assert [(one["step"], "eval_loss" in one) for one in losses] == [(5, False), (5, True), (10, False), (10, True)]
+    assert losses[3]["eval_loss"] < losses[1]["eval_loss"]
+    assert (tmp_path / "run.json").exists()
+    assert said.count("The block ") == 4, "all ranks have the same prompt"
+    weights = "adapter_model.safetensors" if has_adapters else "model.safetensors"
+    assert (tmp_path / "tuned" / weights).exists()
+
+
 @pytest.mark.parametrize(
     ("options", "zero_stage"),
     [

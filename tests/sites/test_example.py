@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The example of two sites, as its page starts it."""
+"""The examples of two sites, as their page starts them."""
 
+import importlib.util
 import json
+import re
 import sys
 from pathlib import Path
 
 import pytest
-from scripts import free_port, run_together
+from scripts import blocks_of, free_port, run_together
 from site_jobs import Meeting, secret_file
 
 from ds_hybridep.commands.main import main
@@ -46,3 +48,61 @@ def test_both_sites_train_together(tmp_path: Path, capsys: pytest.CaptureFixture
         assert "present: a, b" in said
     assert main(["show", str(tmp_path / "site_a-report.json")]) == 0
     assert "other sites, as rank 0 of site a sees them" in capsys.readouterr().out
+
+
+PAGE, SECTION = "../examples/sites/README.md", "With the Trainer, or with accelerate"
+
+
+def commands_of_the_page(folder: Path, meeting: Meeting, first: str, steps: int) -> list[str]:
+    """The two commands of the page that begin so, with this meeting point, ports of their own and so many steps."""
+    config = json.loads((EXAMPLE / "hf.json").read_text())
+    config["hybridep"]["sites"] |= {
+        "meeting_point": f"127.0.0.1:{meeting.port}", "secret_file": str(secret_file(folder)),
+    }  # fmt: skip
+    (folder / "hf.json").write_text(json.dumps(config))
+    (block,) = [one for one in blocks_of(PAGE, SECTION) if one.startswith(f"HYBRIDEP_SITE=a {first}")]
+    commands = block.replace("\\\n", " ").splitlines()
+    assert [command.split()[0] for command in commands] == ["HYBRIDEP_SITE=a", "HYBRIDEP_SITE=b"]
+    changes = {"29511": str(free_port()), "29512": str(free_port()), "examples/sites/hf.json": str(folder / "hf.json")}
+    found = []
+    for command in commands:
+        for there, here in changes.items():
+            command = command.replace(there, here)
+        found.append(command.replace("examples/", f"{EXAMPLE.parent}/") + f" --steps {steps}")
+    return found
+
+
+def losses_in(said: str) -> dict[int, float]:
+    """Losses by step: of the loop with accelerate, or in the order in which the Trainer logs them, every 10 steps."""
+    if found := re.findall(r"^step (\d+)  loss (\S+)", said, re.MULTILINE):
+        return {int(step): float(loss) for step, loss in found}
+    logged = re.findall(r"'loss': '?([\d.e+-]+)", said)
+    return {10 * (place + 1): float(loss) for place, loss in enumerate(logged)}
+
+
+@pytest.mark.dist
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.skipif(importlib.util.find_spec("accelerate") is None, reason="needs the extra hf: '.[hf]'")
+@pytest.mark.parametrize("first", ["deepspeed", "accelerate"])
+def test_sites_of_a_hugging_face_model_train_together(tmp_path: Path, first: str) -> None:
+    path = {"PATH": f"{Path(sys.executable).parent}:/usr/bin:/bin"}
+    with Meeting(tmp_path) as meeting:
+        commands = commands_of_the_page(tmp_path, meeting, first, steps=20)
+        results = run_together([["bash", "-c", one] for one in commands], tmp_path, path, path, limit_s=600)
+        assert "site 'b'" in meeting.log.read_text()
+    losses = []
+    for status, said in results:
+        assert status == 0, said
+        losses.append(losses_in(said))
+        assert list(losses[-1]) == [10, 20], said
+        assert losses[-1][20] < losses[-1][10]
+    assert losses[0] != losses[1], "each has data of its own"
+
+
+def test_what_the_page_shows_is_in_the_scripts() -> None:
+    scripts = [(EXAMPLE / name).read_text() for name in ("train_hf.py", "train_accelerate.py")]
+    lines = {line.strip() for script in scripts for line in script.splitlines()}
+    shown = [block for block in blocks_of(PAGE, SECTION) if "HYBRIDEP_SITE" not in block]
+    assert len(shown) == 2
+    assert [line for block in shown for line in block.splitlines() if line.strip() and line.strip() not in lines] == []

@@ -1,0 +1,70 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`generate` on all ranks of a model that is trained, against the model that is saved, in one process."""
+
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from autoep_cases import case4
+from deepspeed import comm as dist
+from parity import Case
+from process_pool import ProcessPool
+from training import engine_of, train
+
+import ds_hybridep
+
+pytestmark = [
+    pytest.mark.dist,
+    pytest.mark.timeout(240),
+    pytest.mark.skipif(importlib.util.find_spec("transformers") is None, reason="needs transformers: '.[hf]'"),
+]
+
+
+def written_by(model: Any, rank: int, **options: Any) -> list[list[int]]:
+    """Tokens after two prompts of this rank; each rank has prompts and a number of tokens of its own."""
+    prompts = torch.arange(2 * (rank + 1)).view(2, -1) % 7
+    options |= {"max_new_tokens": 3 + rank, "do_sample": False, "use_cache": True, "pad_token_id": 0}
+    options["output_router_logits"] = False  # for which transformers has no place in its cache
+    return model.generate(prompts, **options).tolist()
+
+
+def write_and_train(case: Case, folder: str) -> dict[str, Any]:
+    """Tokens before and after some steps, losses, and bytes of tokens that crossed each level for the former."""
+    with engine_of(case, with_block=True) as engine:
+        losses, written = train(engine, case, 0, 2), []
+        for step in (2, 3):
+            before = ds_hybridep.stats(engine)["levels"]
+            engine.eval()
+            written.append(written_by(engine.module, dist.get_rank(), synced_gpus=True))
+            engine.train()
+            after = ds_hybridep.stats(engine)["levels"]
+            ds_hybridep.save_pretrained(engine, Path(folder) / f"after-{step}")
+            losses += train(engine, case, step, 1)
+        sent = [b["sent_bytes"]["tokens"] - a["sent_bytes"]["tokens"] for a, b in zip(before, after, strict=True)]
+        return {"written": written, "losses": losses, "sent": sent}
+
+
+def only_train(case: Case) -> list[float]:
+    with engine_of(case, with_block=True) as engine:
+        return train(engine, case, 0, 4)
+
+
+@pytest.mark.parametrize("zero_stage", [1, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("family", ["qwen3_moe", pytest.param("mixtral", marks=pytest.mark.slow)])
+def test_all_ranks_write_what_the_saved_model_writes(
+    pool4: ProcessPool, tmp_path: Path, family: str, zero_stage: int
+) -> None:
+    case = case4(family, 2, 1, zero_stage=zero_stage)
+    results = pool4.run(write_and_train, case=case, folder=str(tmp_path))
+    import transformers
+
+    for place, step in enumerate((2, 3)):
+        saved = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / f"after-{step}", dtype="float32")
+        assert [one["written"][place] for one in results] == [written_by(saved, rank) for rank in range(4)]
+    for one in results:
+        assert one["sent"][0] == 0, "the domain holds what its tokens need"
+        assert one["sent"][1] > 0
+    # Training does not notice: the losses are those of a run that generates nothing.
+    assert [one["losses"] for one in results] == pool4.run(only_train, case=case)
