@@ -158,6 +158,13 @@ def undelivered(engine: Engine) -> dict[str, torch.Tensor]:
     return found
 
 
+def sent_by(replicas: Any) -> set[Any]:
+    """What a rank sends of the present hot experts, by level: the pieces that have another packet to wait for."""
+    peers = [(stage.level, peer) for stage in replicas.stages for peer in stage.peers]
+    parts = [(level, part) for level, peer in peers for slot in peer.receives for part in replicas.slot_parts[slot]]
+    return {(level, piece) for level, part in parts for piece, _ in part.pieces}
+
+
 def go_back_in_the_middle(case: Case, codecs: Sequence[Any], folder: str) -> dict[str, Any]:
     """What is not delivered when a checkpoint is saved, and once it is loaded beside other hot experts."""
     with engine_of(case, with_block=True, hybridep=with_codecs(case, *codecs)) as engine:
@@ -169,6 +176,7 @@ def go_back_in_the_middle(case: Case, codecs: Sequence[Any], folder: str) -> dic
         engine.step()
         engine.load_checkpoint(folder)
         loaded, now = undelivered(engine), [one["hot_experts"] for one in ds_hybridep.stats(engine)["layers"]]
+        stranded = [len(one.feedback.gradients.sent.keys() - sent_by(one)) for one in replicas_of(engine)]
         engine.backward(loss_of(engine, case, *batch_of(case, 2, 1)))
         engine.step()
         losses = train(engine, case, 3, 2)
@@ -176,6 +184,7 @@ def go_back_in_the_middle(case: Case, codecs: Sequence[Any], folder: str) -> dic
             "saved": float(sum(one.abs().sum() for one in saved.values())),
             "apart": float(sum((one - loaded[name]).abs().sum() for name, one in saved.items())),
             "other hot experts": now != hot,
+            "stranded": stranded,
             "trains on": all(loss == loss for loss in losses),
         }
 
@@ -293,6 +302,7 @@ def test_a_load_in_the_middle_of_an_accumulation_loses_nothing(pool4: ProcessPoo
         assert found["saved"] > 0
         assert found["apart"] < 1e-5 * found["saved"]
         assert found["other hot experts"]
+        assert found["stranded"] == [0, 0]
         assert found["trains on"]
 
 
