@@ -21,9 +21,9 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd import Function
-from torch.autograd.function import once_differentiable
 
 from ds_hybridep.errors import GradientNotReturnedError, VerificationError
+from ds_hybridep.experts.derivatives import once_differentiable
 from ds_hybridep.experts.partitioned import take_away
 from ds_hybridep.experts.replicas import Replicas, WeightShipment
 from ds_hybridep.experts.states import Gradients, Weights

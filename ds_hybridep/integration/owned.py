@@ -37,6 +37,11 @@ class Owned:
             raise UnsupportedError(
                 "hybridep.sites: Muon changes gradients before sites can average them; choose another optimizer"
             )
+        if any(id(parameter) not in self._names for parameter in _trained(engine)):
+            raise UnsupportedError(
+                "hybridep.sites: the optimizer has parameters that are not in the model, such as those of a learned "
+                "loss, and sites exchange those of the model; make them a part of it"
+            )
 
     def slices(self) -> tuple[list[OwnedSlice], Callable[[], None]]:
         """Return what this rank owns, and the function to call after it was changed on all ranks of the site."""
@@ -110,6 +115,14 @@ def _kind_of(engine: Any) -> Callable[[Owned], tuple[list[OwnedSlice], Callable[
     if hasattr(optimizer, "fp32_groups_gradient_flat_partition"):
         return _of_bf16
     return _of_zero_12 if hasattr(optimizer, "averaged_gradients") else _of_zero_0
+
+
+def _trained(engine: Any) -> list[Any]:
+    """Return the parameters that the optimizer was given."""
+    lists = (getattr(engine.optimizer, name, None) for name in ("bit16_groups", "bf16_groups", "fp16_groups"))
+    wrapped = next((found for found in lists if found is not None), None)
+    of_groups = [group["params"] for group in engine.basic_optimizer.param_groups] if wrapped is None else wrapped
+    return [parameter for group in of_groups for parameter in group]
 
 
 def _nothing() -> None:

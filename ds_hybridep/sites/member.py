@@ -117,7 +117,7 @@ class Member:
                 except OSError as error:
                     self.trouble = str(error)
                 except _Refused as refusal:
-                    if not refusal.may_pass:
+                    if not refusal.may_pass or time.monotonic() > deadline:
                         raise SiteError(f"site '{self.name}': the meeting point refused it: {refusal}") from None
                     self.trouble = str(refusal)
                 if time.monotonic() > deadline:

@@ -26,9 +26,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd import Function
-from torch.autograd.function import once_differentiable
 from torch.func import functional_call
 
+from ds_hybridep.experts.derivatives import once_differentiable
 from ds_hybridep.experts.migration import MigrationManager
 from ds_hybridep.kernels import Kernels, RoutePlan
 from ds_hybridep.tokens.exchange import Exchange, dispatch_rows, swap

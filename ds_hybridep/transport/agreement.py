@@ -20,7 +20,8 @@ def agree(payload: Mapping[str, Any], timeout_s: float) -> int:
     The number is new and equal on all ranks.  They use the job's store: ranks without the package join no collective.
 
     Args:
-        payload: what all ranks must share, JSON-able.
+        payload: what all ranks must share, JSON-able.  Its keys tell what they agree on: ranks that have come to
+            different points must not take this for an agreement.
         timeout_s: the longest wait for the other ranks.
 
     Raises:
@@ -36,7 +37,7 @@ def hear(say: Callable[[], Any], timeout_s: float) -> Any:
     """
     with announcing_failure():
         said = say() if dist.get_rank() == 0 else None
-    return _meet({}, timeout_s, said)[1]
+    return _meet({"hears": "rank 0"}, timeout_s, said)[1]
 
 
 @contextlib.contextmanager
@@ -67,7 +68,7 @@ def together(timeout_s: float, give_up: Callable[[], None]) -> Iterator[None]:
                 raise
             raise AgreementError(f"rank {dist.get_rank()} cannot start: {reason}") from error
     try:
-        agree({} if reason is None else {"error": reason}, timeout_s)
+        agree({"has": "made its part"} if reason is None else {"error": reason}, timeout_s)
     except BaseException:
         give_up()
         raise

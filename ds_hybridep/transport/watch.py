@@ -88,7 +88,7 @@ class Watch:
         self._looked_at = time.monotonic()
         self._ends_at: float | None = None  # when this process is ended, if its wait does not end before
         self._cause = ""
-        self._link = open_link(cluster, agree({}, settings.timeout_s), settings)
+        self._link = open_link(cluster, agree({"starts": "a watch"}, settings.timeout_s), settings)
         self._link.on_change, self._link.on_tick = self.on_change, self.on_tick
         try:
             self._link.meet(peers_of(cluster, self.rank))

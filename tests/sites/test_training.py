@@ -227,7 +227,7 @@ def test_who_cannot_join_is_told_why(meeting: Meeting, tmp_path: Path) -> None:
         "different secrets": {"site": "b", "block": wrong},
         "ZeRO stage is 2 instead of 1": {"site": "b", "block": both, "zero": 2},
         "set the environment variable HYBRIDEP_SITE": {"site": "c", "block": both},
-        "another site 'a' is here already": {"site": "a", "block": {**both, "timeout_s": 3}},
+        "refused it: another site 'a' is here already": {"site": "a", "block": {**both, "timeout_s": 3}},
     }  # fmt: skip
     try:
         deadline = time.monotonic() + 60

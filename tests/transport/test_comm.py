@@ -21,7 +21,7 @@ from torch import distributed as dist
 from ds_hybridep.config import parse_config
 from ds_hybridep.errors import AgreementError, CommunicationError, ConfigError, UnsupportedError
 from ds_hybridep.plan.cluster import Cluster, Level, Link
-from ds_hybridep.transport.agreement import agree, announcing_failure
+from ds_hybridep.transport.agreement import agree, announcing_failure, hear, together
 from ds_hybridep.transport.channels import Purpose
 from ds_hybridep.transport.job import backends_of
 
@@ -460,6 +460,21 @@ def test_a_rank_that_refuses_fails_the_others_at_once(pool4: ProcessPool, refusi
             assert message == f"rank {refusing_rank} cannot start: ConfigError: the model has no MoE layer"
     assert results[refusing_rank] == ("", "")
     assert pool4.run(agree_on, payloads=[PAYLOAD] * 4)[0] == ("", "")
+
+
+def come_to_different_points() -> tuple[str, str]:
+    def end_a_start() -> None:
+        with together(30.0, lambda: None):
+            pass
+
+    return failure_of(end_a_start) if dist.get_rank() == 0 else failure_of(hear, lambda: "said", 30.0)
+
+
+def test_ranks_that_have_come_to_different_points_do_not_agree(pool2: ProcessPool) -> None:
+    for kind, message in pool2.run(come_to_different_points):
+        assert kind == "AgreementError"
+        assert "rank 1 differs from rank 0 in hears: 'rank 0' instead of None" in message
+    assert pool2.run(agree_on, payloads=[PAYLOAD] * 2)[0] == ("", "")
 
 
 def refuse_in_turn(pause_s: dict[int, float], times: int) -> tuple[str, str]:
