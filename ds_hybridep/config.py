@@ -83,15 +83,11 @@ class LevelConfig(Settings):
                 f"hot_experts is {shown(self.hot_experts)} beside domain_size {shown(self.domain_size)}, but copies "
                 f"of hot experts go to ranks outside the domain; set hot_experts to 0, or domain_size to 1"
             )
-        for key, codec in (
-            ("codecs", self.codecs),
-            ("weight_codec", self.weight_codec.type),
-            ("gradient_codec", self.gradient_codec.type),
-        ):
+        for key, codec in (("codecs", self.codecs), ("weight_codec", self.weight_codec.type)):
             if codec not in (None, "identity"):
                 raise ValueError(
-                    f"hot_experts is {shown(self.hot_experts)} beside {key} {shown(codec)}, but hot experts travel as "
-                    f"they are; leave out one of them (codecs of slower levels may stay)"
+                    f"hot_experts is {shown(self.hot_experts)} beside {key} {shown(codec)}, but their weights travel "
+                    f"as they are; leave out one of them (a gradient_codec and codecs of slower levels may stay)"
                 )
         return self
 
@@ -244,13 +240,16 @@ class HybridEPConfig(Settings):
 
     def describe_codecs(self) -> tuple[str, ...]:
         """A line for each kind of payload and level that is encoded, for the log."""
-        # If DeepSpeed sums dense parameters, only traffic of domains is encoded on a level.
+        # If DeepSpeed sums dense parameters, only traffic of domains and hot experts is encoded on a level.
         return tuple(
             f"{kind.replace('_', ' ')}s {describe_codec(codec)} over {level.name}"
             for kind in CodecSet._fields
             for level in self.levels
             if (codec := getattr(level.all_codecs, kind)) != IDENTITY
-            and (self.dense_sync != "deepspeed" or (level.domain_size != 1 and not kind.startswith("dense")))
+            and (
+                self.dense_sync != "deepspeed"
+                or ((level.domain_size != 1 or level.hot_experts != 0) and not kind.startswith("dense"))
+            )
         )
 
     def cluster(self) -> Cluster:
@@ -307,9 +306,9 @@ class HybridEPConfig(Settings):
                 for key, codec in (("codecs", level.codecs), ("weight_codec", level.weight_codec.type)):
                     if codec not in (None, "identity"):
                         raise ValueError(
-                            f"levels[{index}].{key} is {shown(codec)} inside a domain, but hot experts of "
+                            f"levels[{index}].{key} is {shown(codec)} inside a domain, but weights of hot experts of "
                             f"hybridep.levels[{self.hot_level}], a slower level, travel there as they are; leave out "
-                            f"one of them"
+                            f"one of them (a gradient_codec may stay)"
                         )
         return self
 

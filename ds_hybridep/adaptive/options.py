@@ -98,8 +98,9 @@ def open_options(
 def _settings_at(level: LevelConfig, domain_size: int, config: HybridEPConfig, has_codecs: bool) -> list[LevelConfig]:
     """The level once for each choice of codecs that it may have."""
 
-    # Without domains over a level, sums of the parameters that several of its children hold still cross it.
-    is_crossed = domain_size > 1 or (level.size > 1 and config.dense_sync == "hierarchical")
+    # Without domains over a level, hot experts and sums of the parameters that several of its children hold cross it.
+    is_crossed = domain_size > 1 or level.hot_experts != 0
+    is_crossed = is_crossed or (level.size > 1 and config.dense_sync == "hierarchical")
 
     def choices(codec: CodecConfig) -> list[CodecConfig]:
         if codec == AUTO_CODEC:

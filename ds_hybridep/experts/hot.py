@@ -128,6 +128,11 @@ class HotReplicas:
             self._sums[slot] = [layout.new(block, torch.float32) for block in layout.trainable_blocks]
         return self._sums[slot]
 
+    def sum_parts(self, slot: int) -> list[Tensor]:
+        """Return the sums of a slot, [1, *shape] by parameter and expert, as `parts_of_hot` orders them."""
+        sums = self.sums(slot)
+        return [one for part in self._layouts[slot].parts(sums) for one in part.split(1)] if sums else []
+
     def all_sums(self) -> list[Tensor]:
         """Return the sums of all replicas by slot, [*shape] by expert and parameter, or [h, *shape] if grouped."""
         layouts = [(slot, self._layouts[slot]) for slot in self.slots]

@@ -8,7 +8,7 @@ Each row has one tensor for each block of `experts.slots`.  The own slot has wei
 have memory from a step's first gradients until they were sent, those of the own slot from the first arrival on.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from contextlib import nullcontext
 
 import torch
@@ -59,9 +59,7 @@ class Replicas(Places):
         self.trainable_names = tuple(piece.name for piece in self.layout.trainable)
         # 1. Slots.
         super().__init__(layer, partition, rank, self.layout.num_local, hot_level)
-        self.slot_parts = [
-            _parts_of(self, slot) if slot in self.near_slots else () for slot in range(2 * len(self.domain_ranks))
-        ]
+        self.slot_parts = _slot_parts(self, hot=())
         self.parts = self.slot_parts[self.own_slot]
         # 2. Weights, and views of them.
         self.streams = streams_of(self.device)  # None: there is no side stream
@@ -88,6 +86,7 @@ class Replicas(Places):
         """Replace the hot experts.  No gradients may wait, and weights must be shipped next."""
         assert self.hot is not None
         self.hot.choose(experts)
+        self.slot_parts[:] = _slot_parts(self, experts)
         self.version += 1
 
     @property
@@ -138,6 +137,8 @@ class Replicas(Places):
         return self._sums[slot]
 
     def sum_parts(self, slot: int) -> list[Tensor]:
+        if (hot := self._hot_of(slot)) is not None:
+            return hot.sum_parts(slot)
         parts = self.layout.parts(self._sums[slot])
         if self.hot is not None:
             self.hot.add_returned(slot, parts)
@@ -262,11 +263,9 @@ class Replicas(Places):
     def make_senders(self) -> None:
         """Make now what is kept of all gradients that leave this rank; otherwise it is made at its first use."""
         if (feedback := self.feedback) is not None:
-            for stage in self.stages if feedback.gradients.is_lossy else ():
-                slots = [slot for peer in stage.peers for slot in peer.receives]
-                for part in (part for slot in slots for part in feedback.parts[slot]):
-                    if feedback.gradients.codecs[stage.level] is not None:
-                        feedback.gradients.sender(stage.level, part)
+            for stage in (one for one in self.stages if feedback.gradients.codecs[one.level] is not None):
+                for part in (part for peer in stage.peers for slot in peer.receives for part in feedback.parts[slot]):
+                    feedback.gradients.sender(stage.level, part)
 
     def free_sent(self) -> None:
         """Free what only a shipment needed, once it has ended."""
@@ -282,17 +281,35 @@ class Replicas(Places):
         self.version += 1
 
 
-def _parts_of(replicas: Replicas, slot: int) -> tuple[PacketPart, ...]:
-    num_local, first = replicas.layout.num_local, replicas.expert_ids(slot).start
+def parts_of_hot(replicas: Replicas, experts: Collection[int]) -> list[tuple[PacketPart, ...]]:
+    """Return by slot the parts of messages of hot experts; none if their gradients go as they are.
+
+    Each expert has its own: what codecs keep of it must not depend on which others are hot.
+    """
+    at, codecs, num_slots = replicas.hot_level, replicas.encoding.gradient_codecs, len(replicas.domain_ranks)
+    parts: list[tuple[PacketPart, ...]] = [()] * (2 * num_slots)
+    if at is not None and any(codecs[stage.level] for stage in replicas.stages if stage.level >= at):
+        for slot in range(num_slots):
+            alone = [range(one, one + 1) for one in replicas.expert_ids(slot) if one in experts]
+            parts[num_slots + slot] = _parts_of(replicas, alone)
+    return parts
+
+
+def _slot_parts(replicas: Replicas, hot: Collection[int]) -> list[tuple[PacketPart, ...]]:
+    parts = parts_of_hot(replicas, hot)
+    for slot in replicas.near_slots:
+        parts[slot] = _parts_of(replicas, [replicas.expert_ids(slot)])
+    return parts
+
+
+def _parts_of(replicas: Replicas, stacks: Sequence[range]) -> tuple[PacketPart, ...]:
+    """Return the parts of a message with these stacks of experts."""
     return tuple(
-        PacketPart(
-            piece.shape,
-            num_local,
-            (((stacked(replicas.layer, piece.name), first * piece.shape.numel()), num_local * piece.shape.numel()),),
-            block.dtype,
-        )
+        PacketPart(piece.shape, len(experts), (((name, experts.start * size), len(experts) * size),), block.dtype)
         for block in replicas.layout.trainable_blocks
         for piece in block.slices
+        for name, size in [(stacked(replicas.layer, piece.name), piece.shape.numel())]
+        for experts in stacks
     )
 
 

@@ -159,6 +159,7 @@ class Builder:
             )
             if layer.hot_level is not None:
                 transport.channel("loads", spec.group_ranks, background=True)
+                transport.channel("hand_over", layer.of_hot.domain_ranks(rank))
             stages = connect(gather_stages(layer.of_hot, rank, layer.hot_level), transport, spec.group, device)
             connected.append((layer, exchanges, stages))
         # 2. Memory.

@@ -106,6 +106,7 @@ class CodecState:
             for name, kept in saved["synchronised"].items():
                 self._syncs[name].memory.load_state_dict(kept)
             self.waiting.add(Undelivered(*one) for one in saved["undelivered"])
+            self.waiting.add(self._hot.hand_over_others(saved["hot_experts"]))
             return ""
         for path in files:
             saved = read(path)
@@ -146,7 +147,7 @@ class CodecState:
         self.waiting.remove()
         for replicas in self.replicas:
             if replicas.feedback is not None and replicas.feedback.gradients.is_lossy:
-                found += collect(replicas, replicas.domain_ranks, self._transport, self._transport.world_size)
+                found += collect(replicas, replicas.domain_ranks, self._transport, self._transport.world_size)()
         return found
 
     def undelivered(self) -> list[Undelivered]:

@@ -6,7 +6,7 @@ The step ends: all ranks add them up and choose the same experts, whose weights 
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,11 +17,14 @@ from ds_hybridep.adaptive.probe import LinkProbe
 from ds_hybridep.adaptive.rates import expert_params, measure_experts
 from ds_hybridep.config import AUTO, HybridEPConfig
 from ds_hybridep.experts.migration import LayerExperts
+from ds_hybridep.experts.replicas import parts_of_hot
 from ds_hybridep.integration.build import PlannedLayer
 from ds_hybridep.integration.log import warn_once
-from ds_hybridep.plan.costs import ranks_below
+from ds_hybridep.plan.costs import COMPACT_BYTES, ranks_below
 from ds_hybridep.plan.hot import ROWS_ONLY, HotCosts, choose_hot, rank_loads
 from ds_hybridep.plan.token_route import build_route
+from ds_hybridep.sync.messages import MessageLayout, PacketPart
+from ds_hybridep.sync.undelivered import Undelivered, collect
 from ds_hybridep.tokens.layer import HeldExperts, HybridMoE
 from ds_hybridep.transport.channels import Purpose, Transfer, Transport
 
@@ -68,10 +71,30 @@ class HotLayer:
 
     @property
     def expert_bytes(self) -> int:
-        """Bytes of the replica of one expert, with its gradients."""
-        layout = self.experts.replicas.layout
+        """Bytes on the device of the replica of one expert, with its gradients and what codecs leave out of them."""
+        replicas = self.experts.replicas
+        layout = replicas.layout
         weights = sum(block.num_elements * block.dtype.itemsize for block in layout.blocks)
-        return weights + layout.sum_bytes // layout.num_local
+        left_out = 0 if replicas.encoding.is_on_host else sum(
+            block.num_elements * (COMPACT_BYTES if block.dtype.itemsize == 2 else 4)
+            for block in (layout.trainable_blocks if self._parts_of_one else ())
+        )  # fmt: skip
+        return weights + layout.sum_bytes // layout.num_local + math.ceil(left_out)
+
+    @property
+    def travel_bytes(self) -> int:
+        """Bytes of the weights of one expert to one other rank, and of its gradients back."""
+        replicas = self.experts.replicas
+        assert replicas.hot_level is not None
+        weights = sum(block.num_elements * block.dtype.itemsize for block in replicas.layout.trainable_blocks)
+        codec = replicas.encoding.gradient_codecs[replicas.hot_level]
+        return weights + (weights if codec is None else MessageLayout(codec, self._parts_of_one).num_bytes)
+
+    @property
+    def _parts_of_one(self) -> tuple[PacketPart, ...]:
+        """The parts of one expert in messages of gradients; empty if these go as they are."""
+        replicas = self.experts.replicas
+        return parts_of_hot(replicas, replicas.expert_ids(0)[:1])[len(replicas.domain_ranks)]
 
     def take_counts(self) -> list[int]:
         """Return the rows of each expert that this rank has computed since the last call."""
@@ -105,6 +128,16 @@ class HotLayer:
             ))
             for experts, current in zip(self._domains, self.choices, strict=True)
         ]  # fmt: skip
+
+    def hand_over(
+        self, earlier: Sequence[Sequence[int]], later: Sequence[Sequence[int]], transport: Transport
+    ) -> Callable[[], list[Undelivered]]:
+        """Send what codecs left out of experts that are hot no more; as `collect`, with nothing under way."""
+        replicas = self.experts.replicas
+        parts = parts_of_hot(replicas, set(earlier[self._own_domain]) - set(later[self._own_domain]))
+        if replicas.feedback is None or not any(parts):
+            return list
+        return collect(replicas, replicas.domain_ranks, transport, transport.world_size, parts)
 
     def apply(self, choices: Sequence[tuple[int, ...]]) -> None:
         """Replace the hot experts, and send rows accordingly.  Their weights must be shipped next."""
@@ -173,16 +206,22 @@ class HotExperts:
             for ranks, layers in self._groups.items():
                 self._send(ranks, layers)
 
-    def after_step(self, *, was_applied: bool) -> None:
-        """Call after each optimizer step, before weights are shipped; an applied one may change the hot experts."""
+    def after_step(self, *, was_applied: bool) -> list[Undelivered]:
+        """Call after each optimizer step, before weights are shipped; an applied one may change the hot experts.
+
+        Returns what codecs left out of this rank's experts that are hot no more.
+        """
         self.send_counts()
         self._take()
-        if was_applied:
-            if self._limit_and_costs is None:
-                self._limit_and_costs = self._measure()
-            for one in self.layers.values():
-                if one.loads:
-                    one.apply(one.choose(*self._limit_and_costs))
+        if not was_applied:
+            return []
+        if self._limit_and_costs is None:
+            self._limit_and_costs = self._measure()
+        changes = [(one, one.choose(*self._limit_and_costs)) for one in self.layers.values() if one.loads]
+        handed = [one.hand_over(one.choices, choices, self._transport) for one, choices in changes]
+        for one, choices in changes:
+            one.apply(choices)
+        return [record for finish in handed for record in finish()]
 
     # -- loads ------------------------------------------------------------------------------------------------------
 
@@ -247,7 +286,7 @@ class HotExperts:
             left = min(row[0] for row in probe.table([free_bytes]))
             limit = math.floor(MEMORY_SHARE * left / self._bytes_of_one)
         rate = (cluster.levels[at].link.bandwidth_bytes_per_s or math.inf) / ranks_below(cluster)[at]
-        travels = 2 * expert_params(spec, trainable_only=True) * spec.sample.element_size() * rates.wire_factor
+        travels = next(iter(self.layers.values())).travel_bytes * rates.wire_factor
         return limit, HotCosts(row_s=6.0 * expert_params(spec) / rates.flops_per_s, copy_s=travels / rate)
 
     # -- other plans, checkpoints -----------------------------------------------------------------------------------
@@ -296,6 +335,14 @@ class HotExperts:
             one.take_counts()  # rows of before the load
             if not keeps_choice:
                 one.apply([tuple(choice) for choice in kept["choices"]])
+
+    def hand_over_others(self, saved: Mapping[str, Any]) -> list[Undelivered]:
+        """Return what codecs left out of this rank's experts that were hot in `saved` and are not; all must call."""
+        handed = [
+            self.layers[name].hand_over(kept["choices"], self.layers[name].choices, self._transport)
+            for name, kept in saved["layers"].items()
+        ]
+        return [record for finish in handed for record in finish()]
 
     def loads(self) -> dict[str, dict[str, float]]:
         """Return max over mean of the rows per rank by layer, without and with its hot experts, once it is known."""

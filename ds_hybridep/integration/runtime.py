@@ -124,10 +124,11 @@ class HybridRuntime:
         ships: send the new weights to their replicas; False if another plan follows, which ships all weights.
         """
         self._is_stepping = self._is_committed = False
-        if self.hot.layers:
-            self.hot.after_step(was_applied=was_applied)
         if was_applied:
             self._changes.commit()
+        if self.hot.layers and (found := self.hot.after_step(was_applied=was_applied)):
+            self.codecs.waiting.add(found)
+        if was_applied:
             self.migration.after_step(ships=ships)
         else:
             self._changes.undo()

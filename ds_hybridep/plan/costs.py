@@ -73,9 +73,21 @@ def lossy_weight_values(layout: Layout, workload: Workload) -> int:
 
 
 def gradient_residuals(layout: Layout, workload: Workload) -> float:
-    """Bytes of residuals for each trained parameter that a rank owns."""
-    lossy = (level for level in layout.gather_levels if layout.codecs[level].gradient.is_lossy)
-    return residual_bytes(workload) * sum(gradient_messages(layout, level) for level in lossy)
+    """Bytes of a layer's residuals."""
+    num_experts = 0.0
+    for level, codecs in enumerate(layout.codecs):
+        if codecs.gradient.is_lossy:
+            num_experts += gradients_sent(layout, workload, level)
+    return residual_bytes(workload) * num_experts * workload.expert_travel_params
+
+
+def gradients_sent(layout: Layout, workload: Workload, level: int) -> float:
+    """Experts of a layer whose gradients a rank sends over a level, the hot ones included."""
+    owned, num_hot = experts_per_rank(layout, workload), 0.0
+    if layout.hot_level is not None and level >= layout.hot_level:  # a replica's gradient leaves over one level
+        others = 1 if level == layout.hot_level else layout.domain_sizes[level] - 1
+        num_hot = others * routing_of(layout, workload).num_far / math.prod(layout.domain_sizes[level:])
+    return owned * gradient_messages(layout, level) + num_hot
 
 
 def residual_bytes(workload: Workload) -> float:
@@ -89,14 +101,12 @@ def host_traffic_s(layout: Layout, workload: Workload, way: Way) -> float:
     The state is residuals, and the mirrors and fp32 copies of a lossy codec of weights.  No part of this time is
     assumed to be hidden.
     """
-    if layout.state == "device" or layout.domain_size == 1:
+    if layout.state == "device":
         return 0.0
-    if way == "weights":
-        per_param: float = MASTER_BYTES * lossy_weight_values(layout, workload)
-    else:
-        per_param = gradient_residuals(layout, workload)
+    if way == "gradients":
+        return 2 * gradient_residuals(layout, workload) / HOST_BYTES_PER_S
     num_params = experts_per_rank(layout, workload) * workload.expert_travel_params
-    return 2 * num_params * per_param / HOST_BYTES_PER_S
+    return 2 * num_params * MASTER_BYTES * lossy_weight_values(layout, workload) / HOST_BYTES_PER_S
 
 
 def replicas_over(layout: Layout, level: int) -> int:

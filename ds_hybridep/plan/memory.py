@@ -99,8 +99,8 @@ def _replicas(layout: Layout, workload: Workload) -> tuple[float, float]:
         staging         one if owned weights leave as they are
         sent last       one if weights leave as patches
 
-    Frozen parameters have copies only.  Replicas of hot experts have copies and sums; while they travel, their owner
-    has a copy, or a sum of what returns.
+    Frozen parameters have copies only.  Replicas of hot experts have copies, sums and residuals; while they travel,
+    their owner has a copy, or a sum of what returns.
     """
     num_others, element = layout.domain_size - 1, workload.param_bytes
     routing = routing_of(layout, workload)
@@ -111,7 +111,7 @@ def _replicas(layout: Layout, workload: Workload) -> tuple[float, float]:
     trained = owned * of_expert
     sends_exactly = any(not layout.codecs[level].weight.is_lossy for level in layout.gather_levels)
     copies = (owned * num_others + routing.num_far) * element * workload.model.expert_params
-    residuals = trained * gradient_residuals(layout, workload)
+    residuals = gradient_residuals(layout, workload)
     kept = residuals + trained * MASTER_BYTES * lossy_weight_values(layout, workload)
     staging = (trained * sends_exactly + routing.num_near * of_expert) * element
     sent_last = trained * element * has_patches(layout)

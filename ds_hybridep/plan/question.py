@@ -39,7 +39,7 @@ class Question:
     def with_hot_experts(self, layout: Layout) -> Iterator[Layout]:
         """The layout, and with uneven routing also with 1, 2, 4 ... hot experts inside each level that can have them.
 
-        Hot experts travel as they are, so codecs of experts exclude them.
+        Their weights travel as they are, so sets with codecs of experts exclude them.
         """
         yield layout
         workload = self.workload

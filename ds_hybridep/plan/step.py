@@ -17,14 +17,14 @@ from ds_hybridep.plan.cluster import Cluster
 from ds_hybridep.plan.costs import (
     Way,
     expert_parts,
-    gradient_messages,
+    gradients_sent,
     host_traffic_s,
     layers_in_flight,
     padded_rows,
     replicas_over,
 )
 from ds_hybridep.plan.held import Held, dense_parameters, shared_experts
-from ds_hybridep.plan.layout import Layout, Rates, SyncModel
+from ds_hybridep.plan.layout import CodecCost, Layout, Rates, SyncModel
 from ds_hybridep.plan.program import (
     Instruction,
     Kind,
@@ -212,20 +212,23 @@ class _Step:
 
         At level l, with domain size S_l, a rank sends S_l - 1 neighbours its own experts and (S_j - 1) S_(j+1) ...
         S_(l-1) times as many that came over each slower level j, in level j's codec.  Gradients are summed at each
-        level, so the codec of a level applies to all that it carries.  Hot experts travel as they are.
+        level, so the codec of a level applies to all that it carries.  Weights of hot experts travel as they are.
         """
         layout, workload, routing = self.layout, self.workload, self._routing
         parts = expert_parts(workload, experts_per_rank(layout, workload))
         codecs = [one.weight if way == "weights" else one.gradient for one in layout.codecs]
         own = [codec.message_bytes(parts, workload.param_bytes) for codec in codecs]
+        of_hot = [float(workload.expert_travel_bytes)] * len(codecs)
+        if way == "gradients":
+            of_hot = [codec.message_bytes(expert_parts(workload, 1), workload.param_bytes) for codec in codecs]
         levels, by_level = layout.gather_levels, list[tuple[int, Stage]]()
         if not self.gathers_by_level and levels:  # source: paper (4)
             by_level.append((levels[0], Stage.between(Peers(("offset",), levels), self.cluster, layout, own)))
         for level in levels if self.gathers_by_level else ():
-            held = self._held_bytes(way, level, own) + routing.num_passed_on(level) * workload.expert_travel_bytes
+            held = self._held_bytes(way, level, own) + routing.num_passed_on(level) * of_hot[level]
             by_level.append((level, self._among_neighbours("offset", level, held)))
         if routing.hot and layout.hot_level is not None:
-            to_each = routing.num_copies * workload.expert_travel_bytes / (routing.num_sharing - 1)
+            to_each = routing.num_copies * of_hot[layout.hot_level] / (routing.num_sharing - 1)
             by_level.append((layout.hot_level, self._among_neighbours("domain", layout.hot_level, to_each)))
         stages = tuple(stage for _, stage in sorted(by_level, key=lambda one: one[0]))
         if way == "weights":
@@ -264,16 +267,17 @@ class _Step:
         Weights are encoded once for each codec, and a replica is decoded once, on the rank that keeps it.  Every
         message of gradients is encoded and decoded.
         """
-        layout = self.layout
-        own_bytes = experts_per_rank(layout, self.workload) * self.workload.expert_travel_bytes
+        layout, workload = self.layout, self.workload
+        owned = experts_per_rank(layout, workload)
         codecs = {level: layout.codecs[level] for level in layout.gather_levels}
+        times: list[tuple[float, CodecCost]]
         if way == "gradients":
-            times = [(gradient_messages(layout, level), one.gradient) for level, one in codecs.items()]
+            times = [(gradients_sent(layout, workload, at), one.gradient) for at, one in enumerate(layout.codecs)]
         elif rate == "encode_bytes_per_s":
-            times = [(1, codec) for codec in {one.weight for one in codecs.values()}]
+            times = [(owned, codec) for codec in {one.weight for one in codecs.values()}]
         else:
-            times = [(replicas_over(layout, level), one.weight) for level, one in codecs.items()]
-        return math.fsum(count * own_bytes / getattr(codec, rate) for count, codec in times)
+            times = [(owned * replicas_over(layout, level), one.weight) for level, one in codecs.items()]
+        return math.fsum(count * workload.expert_travel_bytes / getattr(codec, rate) for count, codec in times)
 
 
 def _without_pauses(*steps: Instruction) -> Program:

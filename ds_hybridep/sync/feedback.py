@@ -40,7 +40,7 @@ class Feedback:
     """The packets of one set of slots, and what is kept of gradients that they leave out.
 
     Args:
-        parts: the parts of each slot's messages.
+        parts: the parts of each slot's messages; the list may change between steps.
         gradients: what is kept of gradients; other sets may share it.
         counters: of these slots and others.
         kind: what a gather of these slots brings, for the counters.
@@ -66,6 +66,7 @@ class Feedback:
         codec = self.gradients.codecs[level]
         if codec is None or not self.parts[slot]:
             return None
-        if (level, slot) not in self._layouts:
-            self._layouts[level, slot] = MessageLayout(codec, self.parts[slot])
-        return self._layouts[level, slot]
+        known = self._layouts.get((level, slot))
+        if known is None or known.parts is not self.parts[slot]:  # other experts are hot now
+            known = self._layouts[level, slot] = MessageLayout(codec, self.parts[slot])
+        return known

@@ -10,7 +10,7 @@ it is skipped.  Nothing here communicates: `GradientMemory.encode` makes a messa
 """
 
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -285,10 +285,12 @@ class GradientMemory:
 
     # -- checkpoints ------------------------------------------------------------------------------------------------
 
-    def forget(self) -> None:
-        """Drop residuals, and the numbers of the senders' next packets."""
-        self.sent.clear()
-        self.received.clear()
+    def forget(self, pieces: Collection[tuple[int, Piece]] | None = None) -> None:
+        """Drop residuals and the numbers of the senders' next packets, of all pieces or of these, by level."""
+        for sent in [one for one in self.sent if pieces is None or one in pieces]:
+            del self.sent[sent]
+        for level, sender, piece in [one for one in self.received if pieces is None or (one[0], one[2]) in pieces]:
+            del self.received[level, sender, piece]
 
     def state_dict(self) -> dict[str, list[dict[str, Any]]]:
         """Return everything as of the last applied step."""

@@ -5,6 +5,7 @@ A residual goes into the next packet of the same sender.  Where there is no such
 run of a named parameter, in the units of the averaged gradient.
 
     another plan            of experts: senders give it to the owners (`collect`); of dense parameters: it stays here
+    other hot experts       senders give owners what they have of those that are hot no more (`collect`)
     a checkpoint            holds it beside the residuals
     a load of another plan  residuals in the files become undelivered, whatever the number of ranks (`kept_back_in`)
 
@@ -27,6 +28,7 @@ import torch
 from torch import Tensor, nn
 
 from ds_hybridep.sync.gradients import StepChanges, residual_of
+from ds_hybridep.sync.messages import PacketPart, Piece
 from ds_hybridep.sync.transfers import Slots
 from ds_hybridep.transport.channels import Purpose, Transport
 
@@ -202,40 +204,77 @@ class UndeliveredGradients:
         return records
 
 
-def collect(slots: Slots, ranks: Sequence[int], transport: Transport, num_ranks: int) -> list[Undelivered]:
-    """Return what the domain has not delivered of this rank's experts; afterwards senders have no residuals.
+def collect(
+    slots: Slots,
+    ranks: Sequence[int],
+    transport: Transport,
+    num_ranks: int,
+    parts: Sequence[Sequence[PacketPart]] | None = None,
+) -> Callable[[], list[Undelivered]]:
+    """Send what codecs have not delivered of the domain's experts to their owners; senders keep no residuals of it.
 
     All ranks of the domain must call, with nothing under way.
 
     Args:
         ranks: by slot, the rank that owns it.
         num_ranks: those over which DeepSpeed averages: residuals are parts of sums.
+        parts: by slot as in `Feedback.parts`, what to send; None: everything.
+
+    Returns:
+        A function that waits for what others have sent of this rank's experts, and returns it.
     """
     assert (feedback := slots.feedback) is not None, f"{slots.layer}: nothing is lossy"
-    gradients = feedback.gradients
+    gradients, own, sent_parts = feedback.gradients, slots.own_slot, feedback.parts if parts is None else parts
+    others = [slot for slot in range(len(ranks)) if slot != own]
+    # Two ranks hold each other's slots as a whole, or only the hot experts, which have a slot of their own.
+    away = {slot: 0 if feedback.parts[slot] else len(ranks) for slot in others}
     gradients.home.wait()
-    held = {}  # by slot, flat
-    for slot, parts in enumerate(feedback.parts):
-        if not parts:
-            continue  # only hot experts of it are here
-        found = [torch.zeros(part.fp32_bytes // 4, device=slots.device) for part in parts]
-        for stage in slots.stages:
-            for total, part in zip(found, parts, strict=True):
-                if (kept := gradients.sent.get((stage.level, part.pieces[0][0]))) is not None:
-                    total += gradients.value(kept).view(-1)
-        held[slot] = torch.cat(found)
-    gradients.forget()
-    own = slots.own_slot
-    total = held[own]
-    others = [slot for slot in held if slot != own]
-    sent = [(ranks[slot], held[slot]) for slot in others]
-    arrived = [(ranks[slot], torch.empty_like(total)) for slot in others]
+    sent = [(ranks[slot], _residuals(slots, sent_parts[slot + away[slot]])) for slot in others]
+    arrived = {slot: _zeros(slots, sent_parts[own + away[slot]]) for slot in others}
+    gradients.forget(None if parts is None else _sent_pieces(slots, parts))
     purpose = Purpose("expert_gradients", "hand-over of residuals", slots.layer)
-    transport.channel("hand_over", [ranks[slot] for slot in held]).start(sent, arrived, purpose).wait()
-    total = sum((one for _, one in arrived), total) / num_ranks  # in the order of ranks: the same sum every time
-    pieces = [piece for part in feedback.parts[own] for piece in part.pieces]
-    values = total.split([size for _, size in pieces])
-    return [Undelivered(*piece, one) for (piece, _), one in zip(pieces, values, strict=True)]
+    receives = [(ranks[slot], one) for slot, one in arrived.items()]
+    transfer = transport.channel("hand_over", ranks).start(sent, receives, purpose)
+
+    def finish() -> list[Undelivered]:
+        transfer.wait()
+        found: list[Undelivered] = []
+        for behind in sorted(set(away.values())):
+            pieces = [piece for part in sent_parts[own + behind] for piece in part.pieces]
+            # In the order of ranks: the same sum every time.
+            total = sum((arrived[slot] for slot in others if away[slot] == behind), torch.zeros(())) / num_ranks
+            values = total.split([size for _, size in pieces]) if pieces else ()
+            found += [Undelivered(*piece, one) for (piece, _), one in zip(pieces, values, strict=True)]
+        return found
+
+    return finish
+
+
+def _zeros(slots: Slots, parts: Sequence[PacketPart]) -> Tensor:
+    return torch.zeros(sum(part.fp32_bytes for part in parts) // 4, device=slots.device)
+
+
+def _residuals(slots: Slots, parts: Sequence[PacketPart]) -> Tensor:
+    """Return what this rank has left out of parts, flat, fp32."""
+    assert (feedback := slots.feedback) is not None
+    found = _zeros(slots, parts)
+    for total, part in zip(found.split([part.fp32_bytes // 4 for part in parts]) if parts else (), parts, strict=True):
+        for stage in slots.stages:
+            if (kept := feedback.gradients.sent.get((stage.level, part.pieces[0][0]))) is not None:
+                total += feedback.gradients.value(kept).view(-1)
+    return found
+
+
+def _sent_pieces(slots: Slots, parts: Sequence[Sequence[PacketPart]]) -> set[tuple[int, Piece]]:
+    """Return the pieces of parts, by slot, with each level over which this rank sends or receives them."""
+    return {
+        (stage.level, piece)
+        for stage in slots.stages
+        for peer in stage.peers
+        for slot in (*peer.sends, *peer.receives)
+        for part in parts[slot]
+        for piece, _ in part.pieces
+    }
 
 
 def kept_back(saved: Mapping[str, Any], scale: float, share_of: ShareOf, places: Places) -> Iterator[Undelivered]:

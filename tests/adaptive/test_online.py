@@ -122,6 +122,21 @@ def test_options_keep_hot_experts_and_price_a_given_number_of_them(hot_experts):
     assert settings_of(config) != settings_of(with_hot_experts(1)[0])
 
 
+def test_codecs_of_gradients_are_tried_over_the_level_of_hot_experts():
+    level = {"name": "gpu", "size": 4, "hot_experts": 2, "gradient_codec": "auto"}
+    block = {"levels": [level], "auto_codecs": ["int8"], "dense_sync": "deepspeed"}
+    config = parse_config(block, world_size=4)
+    found = open_options(config, spans=(4,), codecs={config.auto_codecs[0]: INT8}, token_codecs=(IDENTITY,))
+    assert [option.layout.codecs[0].gradient for option in found] == [IDENTITY, INT8]
+    uneven = dataclasses.replace(job().workload, expert_loads=(9.0,) + (1.0,) * 7)
+    cluster = Cluster((Level("gpu", 4),))
+    exact, encoded = (
+        dataclasses.replace(job(), workload=uneven, cluster=cluster).predict(option).uplink_bytes[0]
+        for option in found
+    )
+    assert exact["expert_gradients"] == pytest.approx(4 * encoded["expert_gradients"]) != 0
+
+
 def test_domains_over_the_level_of_hot_experts_leave_none():
     _, found = with_hot_experts(2, domain_size="auto")
     assert {option.layout.hot_by_level for option in found if option.layout.domain_sizes[1] == 2} == {(0, 0)}

@@ -248,11 +248,16 @@ def test_what_deepspeed_cannot_do_with_tokens_is_refused(key):
 
 
 @pytest.mark.parametrize("hot_experts", [2, "auto"])
-def test_hot_experts_belong_to_one_level_without_codecs_and_domains(hot_experts):
+def test_hot_experts_belong_to_one_level_without_codecs_of_weights_and_domains(hot_experts):
     config = parse(of_level(hot_experts=hot_experts, hot_memory_gb=1.5))
     assert (config.hot_level, config.levels[1].hot_experts) == (1, hot_experts)
     assert parse(BLOCK).hot_level is None
-    for key, value in {"weight_codec": "int8", "gradient_codec": "int8", "codecs": "recommended"}.items():
+    for codec in ("int8", "auto"):
+        assert parse(of_level(hot_experts=hot_experts, gradient_codec=codec)).levels[1].gradient_codec.type == codec
+    encoded = of_level(hot_experts=hot_experts, gradient_codec="int8", dense_gradient_codec="identity")
+    for dense_sync in ("deepspeed", "hierarchical"):
+        assert "int8 over gpu" in " ".join(parse({**encoded, "dense_sync": dense_sync}).describe_codecs())
+    for key, value in {"weight_codec": "int8", "codecs": "recommended"}.items():
         message = refusal(of_level(hot_experts=hot_experts, **{key: value}))
         assert_says(message, "hybridep.levels[1].hot_experts is", f'beside {key} "{value}"')
     assert_says(refusal(of_level(hot_experts=hot_experts, domain_size=2)), "beside domain_size 2")

@@ -259,6 +259,15 @@ def test_memory_limits_the_number_of_hot_experts(pool4: ProcessPool) -> None:
         assert any(layer["hot_experts"] for layer in layers) == (most > 0)
 
 
+def test_what_codecs_leave_out_counts_as_memory(pool4: ProcessPool) -> None:
+    case = hot4(1, 1)
+    one_expert = 3 * 4 * (16 * 32 + 32 + 32 * 16 + 16) * case.toy.num_layers  # weights, gradient sums, residuals
+    for gigabytes, most in ((0.9 * one_expert / 1e9, 0), (1.1 * one_expert / 1e9, 1)):
+        settings = {"hot_memory_gb": gigabytes, "gradient_codec": "int8"}
+        layers = pool4.run(layers_after, case=case, settings=settings, steps=2)[0]
+        assert any(layer["hot_experts"] for layer in layers) == (most > 0)
+
+
 def test_auto_copies_nothing_that_costs_more_than_it_saves(pool4: ProcessPool) -> None:
     slow_link = {"hot_experts": "auto", "bandwidth_gbps": 1e-6}
     for layers in pool4.run(layers_after, case=hot4(1, 1), settings=slow_link, steps=3):

@@ -10,8 +10,9 @@ from parity import Case
 from process_pool import ProcessPool
 
 from ds_hybridep.plan.cluster import Cluster, Level
+from ds_hybridep.plan.codec_costs import codec_cost
 from ds_hybridep.plan.costs import row_counts
-from ds_hybridep.plan.layout import ExpertGroup, Layout, LevelCodecs, Rates
+from ds_hybridep.plan.layout import IDENTITY, ExpertGroup, Layout, LevelCodecs, Rates
 from ds_hybridep.plan.routing import routing_of
 from ds_hybridep.plan.row_format import record_bytes, token_codec
 from ds_hybridep.plan.stream_model import predict
@@ -87,25 +88,29 @@ def test_bytes_of_rows_under_a_token_codec_are_predicted(pool4: ProcessPool, che
     assert uplink_totals(case, exact, measured, "tokens")[0] - sent[0] == pytest.approx(saved, rel=1e-9)
 
 
+@pytest.mark.parametrize("codec", ["identity", "int8"])
 @pytest.mark.parametrize(("sizes", "domain_sizes"), [((4,), (1,)), ((2, 2), (2, 1)), ((2, 2), (1, 1))])
-def test_copies_of_hot_experts_over_the_busiest_link_are_predicted(pool4: ProcessPool, sizes, domain_sizes):
+def test_copies_of_hot_experts_over_the_busiest_link_are_predicted(pool4: ProcessPool, sizes, domain_sizes, codec):
     """Two tokens need four of eight experts; of these, up to three are hot inside the last level."""
     toy = replace(TOY, num_layers=1, routing="by_token", drift=100, drop_tokens=False)
     levels = tuple(zip(("dc", "gpu")[-len(sizes) :], sizes, domain_sizes, strict=True))
     case = Case(levels=levels, toy=toy, accumulation=ACCUMULATION, hot_experts=3)
-    records = pool4.run(counted_with_hot_experts, case=case, num_steps=3)
+    records = pool4.run(counted_with_hot_experts, case=case, num_steps=3, gradient_codec=codec)
     hot, last = records[0][0], len(sizes) - 1
     assert hot
     assert all(found == hot for found, _ in records)
     # Loads with which these are the hot ones.
     loads = tuple(1000.0 if expert in hot else 1.0 for expert in range(toy.num_experts))
-    workload = replace(workload_of(case), expert_loads=loads)
-    layout = Layout(
-        spans=sizes, domain_sizes=domain_sizes, codecs=(LevelCodecs(),) * len(sizes), hot_experts=3, hot_level=last
-    )
+    shapes = ((toy.ffn, toy.hidden), (toy.ffn,), (toy.hidden, toy.ffn), (toy.hidden,))
+    workload = workload_of(case)
+    workload = replace(workload, expert_loads=loads, model=replace(workload.model, expert_shapes=shapes))
+    cost = IDENTITY if codec == "identity" else codec_cost({"type": codec, "block": 128}, [(1, 1, 1024)], 4)
+    codecs = (LevelCodecs(gradient=cost),) * len(sizes)
+    layout = Layout(spans=sizes, domain_sizes=domain_sizes, codecs=codecs, hot_experts=3, hot_level=last)
     cluster = Cluster(tuple(Level(name, size) for name, size, _ in levels))
     assert routing_of(layout, workload).hot == set(hot)
     predicted = predict(cluster, layout, workload, Rates(flops_per_s=1.0)).uplink_bytes[last]
     for kind in ("expert_weights", "expert_gradients"):
         counted = [levels[last][way][kind] for _, levels in records for way in ("sent_bytes", "received_bytes")]
         assert max(counted) == predicted[kind]
+    assert codec == "identity" or predicted["expert_gradients"] < predicted["expert_weights"] / 3

@@ -10,9 +10,9 @@ from plan_cases import TOY, cluster_of, layout_of, toy
 
 from ds_hybridep.errors import PlanError
 from ds_hybridep.plan.choices import shares_of, skewed_loads, skewed_weights, weights_of
-from ds_hybridep.plan.costs import row_counts
+from ds_hybridep.plan.costs import gradient_messages, gradient_residuals, gradients_sent, row_counts
 from ds_hybridep.plan.hot import LEAST_GAIN, TIE, rank_loads
-from ds_hybridep.plan.layout import Rates
+from ds_hybridep.plan.layout import CodecCost, LevelCodecs, Rates
 from ds_hybridep.plan.partition import Partition
 from ds_hybridep.plan.routing import routing_of
 from ds_hybridep.plan.stream_model import predict
@@ -205,6 +205,26 @@ def test_rows_of_ranks_are_those_of_all_choices(domain_sizes, hot_level, num_hot
     assert routing.load_after == pytest.approx(max(rows) / top_k)
     before = Slowly(choices, dataclasses.replace(layout, hot_experts=0)).rows()
     assert routing.load_before == pytest.approx(max(before) / top_k)
+
+
+@pytest.mark.parametrize(("domain_sizes", "hot_level", "num_hot"), LAYOUTS)
+def test_gradients_of_replicas_leave_over_one_level_each(domain_sizes, hot_level, num_hot):
+    _, layout, workload = uneven(2, domain_sizes, hot_level, num_hot)
+    routing = routing_of(layout, workload)
+    owned = 2 * sum(gradient_messages(layout, level) for level in range(2))
+    sent = sum(gradients_sent(layout, workload, level) for level in range(2))
+    assert sent == pytest.approx(owned + routing.num_far)
+    # Where they are encoded, each has a residual.
+    half = CodecCost("half", 2.0, encode_bytes_per_s=1e6, decode_bytes_per_s=1e6)
+    encoded = dataclasses.replace(layout, codecs=(LevelCodecs(gradient=half),) * 2)
+    of_expert = 4 * workload.expert_travel_params
+    assert gradient_residuals(layout, workload) == 0
+    assert gradient_residuals(encoded, workload) == pytest.approx((owned + routing.num_far) * of_expert)
+    exact, halved = (predict(cluster_of(*SPANS), one, workload, RATES) for one in (layout, encoded))
+    for plain, less in zip(exact.uplink_bytes, halved.uplink_bytes, strict=True):
+        assert less["expert_gradients"] == pytest.approx(plain["expert_gradients"] / 2)
+        assert less["expert_weights"] == plain["expert_weights"]
+    assert (halved.terms_s["codec_s"] > 0) == (owned + routing.num_far > 0)
 
 
 @pytest.mark.parametrize("exchange", ["direct", "hierarchical"])

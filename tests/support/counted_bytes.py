@@ -23,9 +23,18 @@ def counted_in_one_step(case: Case) -> dict[str, Any]:
         return ds_hybridep.stats(engine)
 
 
-def counted_with_hot_experts(case: Case, num_steps: int) -> tuple[list[int], list[dict[str, dict[str, int]]]]:
-    """The hot experts of the first layer after some steps, and by level what this rank counts in one more."""
-    with engine_of(case, with_block=True) as engine:
+def counted_with_hot_experts(
+    case: Case, num_steps: int, gradient_codec: str = "identity"
+) -> tuple[list[int], list[dict[str, dict[str, int]]]]:
+    """The hot experts of the first layer after some steps, and by level what this rank counts in one more.
+
+    gradient_codec: of experts, over all levels.
+    """
+    levels = [
+        {**level, "gradient_codec": gradient_codec, "dense_gradient_codec": "identity"}
+        for level in case.ds_config(with_block=True)["hybridep"]["levels"]
+    ]
+    with engine_of(case, with_block=True, hybridep={"levels": levels}) as engine:
         counted = []
         for first, count in ((0, num_steps), (num_steps, 1)):
             train(engine, case, first, count)
