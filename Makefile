@@ -86,5 +86,5 @@ release: $(INSTALLED)
 	@$(BIN)/python .ci/release.py
 
 clean:
-	rm -rf .venv .cache build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis runs
+	rm -rf .venv .nox .cache build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis runs
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
