@@ -32,7 +32,15 @@ def core(session: nox.Session) -> None:
         # One folder for each: DeepSpeed loads what it finds there, also where another version built it.
         built = os.path.join(session.create_tmp(), f"{deepspeed}-{transformers}")
         result = session.run(
-            "pytest", "-m", "core", *QUIET, env={"TORCH_EXTENSIONS_DIR": built}, success_codes=range(256), silent=True
+            "python",
+            "-m",
+            "pytest",
+            "-m",
+            "core",
+            *QUIET,
+            env={"TORCH_EXTENSIONS_DIR": built},
+            success_codes=range(256),
+            silent=True,
         )
         last = str(result).strip().splitlines()[-1]
         session.log(f"{pair}: {last}")
