@@ -14,7 +14,7 @@ DEEPSPEED = ("0.19.4", "0.19.5", "0.19.6", "0.19.7", "0.19.8")
 TRANSFORMERS = ("5.3.0", "5.22.2", "5.24.0")  # the first is that of the extra "hf"
 PAIRS = (*((one, TRANSFORMERS[0]) for one in DEEPSPEED), *((DEEPSPEED[-1], one) for one in TRANSFORMERS[1:]))
 # Older versions of DeepSpeed use what newer versions of torch deprecate.
-QUIET = ("-W", "ignore::DeprecationWarning", "-W", "ignore::FutureWarning")
+TESTS = "python -m pytest -m core -W ignore::DeprecationWarning -W ignore::FutureWarning"
 
 nox.options.default_venv_backend = "venv"
 nox.options.error_on_missing_interpreters = False
@@ -32,15 +32,7 @@ def core(session: nox.Session) -> None:
         # One folder for each: DeepSpeed loads what it finds there, also where another version built it.
         built = os.path.join(session.create_tmp(), f"{deepspeed}-{transformers}")
         result = session.run(
-            "python",
-            "-m",
-            "pytest",
-            "-m",
-            "core",
-            *QUIET,
-            env={"TORCH_EXTENSIONS_DIR": built},
-            success_codes=range(256),
-            silent=True,
+            *TESTS.split(), env={"TORCH_EXTENSIONS_DIR": built}, success_codes=range(256), silent=True
         )
         last = str(result).strip().splitlines()[-1]
         session.log(f"{pair}: {last}")
