@@ -321,7 +321,7 @@ def report(records: list[Record], args: argparse.Namespace) -> str:
 
 def run_of(record: Record) -> tuple[str, ...]:
     """What the ways of one lab share; a point may have been measured twice."""
-    return *point_of(record), record["params"]["note"]
+    return *point_of(record), str(record["params"]["hidden"]), record["params"]["note"]
 
 
 def point_of(record: Record) -> tuple[str, ...]:

@@ -21,6 +21,13 @@ class UnsupportedError(HybridEPError, RuntimeError):
     """DeepSpeed has a feature turned on that is refused here. Turn off that feature, or this package."""
 
 
+# What other ranks have sent has no graph here, so a part would be missing.
+NO_SECOND_DERIVATIVES = (
+    "MoE layers have no second derivatives while hybridep is attached (create_graph=True, as for a gradient penalty); "
+    'leave MoE layers out of it, or set "hybridep": {"enabled": false}'
+)
+
+
 class AgreementError(HybridEPError, RuntimeError):
     """Ranks differ in config, plan or version at start-up, or one is missing. Align the ranks that are named."""
 

@@ -22,8 +22,12 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from ds_hybridep.errors import GradientNotReturnedError, VerificationError
-from ds_hybridep.experts.derivatives import once_differentiable
+from ds_hybridep.errors import (
+    NO_SECOND_DERIVATIVES,
+    GradientNotReturnedError,
+    UnsupportedError,
+    VerificationError,
+)
 from ds_hybridep.experts.partitioned import take_away
 from ds_hybridep.experts.replicas import Replicas, WeightShipment
 from ds_hybridep.experts.states import Gradients, Weights
@@ -360,8 +364,9 @@ class _Prefetch(Function):
         return tuple(parameter.detach() for parameter in parameters)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled():
+            raise UnsupportedError(NO_SECOND_DERIVATIVES)
         # Autograd accumulates these gradients before it does anything else, and then needs the parameters' shapes.
         if away := ctx.layer.replicas.own.stand_in():
             torch.autograd.Variable._execution_engine.queue_callback(partial(take_away, away))
@@ -386,8 +391,9 @@ class _Acquire(Function):
         return tuple(weight.detach() for weight in layer.replicas.with_own(aliases))
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled():
+            raise UnsupportedError(NO_SECOND_DERIVATIVES)
         with profiler_range("acquire_backward", ctx.layer.replicas.layer):
             ctx.layer.refuse_old(ctx.version)
             ctx.manager.take_gradients(ctx.layer, ctx.handle, gradients[ctx.num_own :])

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from torch.autograd import Function
 from torch.func import functional_call
 
-from ds_hybridep.experts.derivatives import once_differentiable
+from ds_hybridep.errors import NO_SECOND_DERIVATIVES, UnsupportedError
 from ds_hybridep.experts.migration import MigrationManager
 from ds_hybridep.kernels import Kernels, RoutePlan
 from ds_hybridep.tokens.exchange import Exchange, dispatch_rows, swap
@@ -266,10 +266,11 @@ class _Dispatch(Function):
         return rows, row_weights.view(torch.float32), row_topk_idx
 
     @staticmethod
-    @once_differentiable
     def backward(
         ctx: Any, grad_rows: Tensor, grad_row_weights: Tensor, _: Tensor
     ) -> tuple[Tensor, Tensor, None, None]:
+        if torch.is_grad_enabled():
+            raise UnsupportedError(NO_SECOND_DERIVATIVES)
         state = ctx.state
         plan, kernels = state.plan, state.exchange.kernels
         grad_row_weights, grad_rows = state.send_back([grad_row_weights, grad_rows], "return of input gradients")
@@ -288,8 +289,9 @@ class _Combine(Function):
         return state.exchange.kernels.combine_rows(returned, state.plan.first_slot_to_row)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        if torch.is_grad_enabled():
+            raise UnsupportedError(NO_SECOND_DERIVATIVES)
         state = ctx.state
         grad_rows = state.exchange.kernels.dispatch_rows(grad.contiguous(), state.plan.row_to_token)
         (grad_partial_sums,) = state.send([grad_rows], "dispatch of output gradients")
@@ -303,8 +305,9 @@ class _PermuteToExperts(Function):
         return kernels.dispatch_rows(rows.contiguous(), plan.row_to_token)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        if torch.is_grad_enabled():
+            raise UnsupportedError(NO_SECOND_DERIVATIVES)
         return ctx.kernels.combine_rows(grad.contiguous(), ctx.plan.first_slot_to_row), None, None
 
 
@@ -317,8 +320,9 @@ class _WeightedSum(Function):
         return kernels.combine_rows(expert_rows.contiguous(), plan.slot_to_row, row_weights)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None]:
+        if torch.is_grad_enabled():
+            raise UnsupportedError(NO_SECOND_DERIVATIVES)
         expert_rows, row_weights = ctx.saved_tensors
         grad_rows, grad_weights = ctx.kernels.combine_rows_backward(
             grad.contiguous(), expert_rows, ctx.plan.slot_to_row, row_weights
