@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs the tests marked `core` with each Python, DeepSpeed and transformers: `make test-versions`.
 
-A Python that is not installed is left out.  TORCH is what to tell pip of torch.
+A Python that is not installed is left out.  TORCH is what to tell pip of torch: one
+with CUDA takes gigabytes for each.
 """
 
 import os

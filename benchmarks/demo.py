@@ -29,7 +29,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
-from benchmarks.common import REPOSITORY
+from benchmarks.common import REPOSITORY, free_port
 from ds_hybridep.commands.record import format_run_record
 from ds_hybridep.commands.show import write_page
 from ds_hybridep.lab.launcher import RankProcesses
@@ -76,14 +76,13 @@ class Run:
     valid_loss: float
 
 
-MEETING_PORT = 29400
-SITES = ("a", "b")
+MEETING_PORT = 29400  # on an emulated host
 WAYS = (
     Way("DeepSpeed, EP over both datacentres", "plain_ep.json"),
     Way("DeepSpeed, EP inside each datacentre", "plain_ep.json", ("--ep-size", "2")),
     Way("ds_hybridep", "two_dcs_2x2.json"),
 )
-BY_SITES = Way("ds_hybridep, a job per datacentre", "two_dcs_2x2.json", ("--ep-size", "2"), SITES)
+BY_SITES = Way("ds_hybridep, a job per datacentre", "two_dcs_2x2.json", ("--ep-size", "2"), ("a", "b"))
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -171,8 +170,8 @@ class Job:
     result: Path
 
 
-def jobs_of(way: Way, number: int, out: Path, steps: int, network: EmulatedNetwork | None, secret: Path) -> list[Job]:
-    """The jobs of a way, with their ds_configs written."""
+def jobs_of(way: Way, number: int, out: Path, steps: int, point: dict[str, str]) -> list[Job]:
+    """The jobs of a way, with their ds_configs written.  point: where sites meet."""
     jobs = []
     for index, site in enumerate(way.sites or ("",)):
         hosts = DATACENTRES.ranks_in(index) if site else range(DATACENTRES.num_ranks)
@@ -180,8 +179,6 @@ def jobs_of(way: Way, number: int, out: Path, steps: int, network: EmulatedNetwo
         config, result = out / f"{name}.json", out / f"{name}_result.json"
         ds_config = json.loads((REPOSITORY / "ds_configs" / way.config).read_text())
         if site:
-            host = network.topology.address_of(0) if network else "127.0.0.1"
-            point = {"meeting_point": f"{host}:{MEETING_PORT}", "secret_file": str(secret)}
             ds_config["hybridep"] = {"sites": {"names": list(way.sites), **point, "codecs": "recommended"}}
         elif "hybridep" in ds_config:
             ds_config["hybridep"]["levels"][0]["codecs"] = "recommended"
@@ -196,18 +193,21 @@ def jobs_of(way: Way, number: int, out: Path, steps: int, network: EmulatedNetwo
 
 
 @contextmanager
-def meeting_point(secret: Path, network: EmulatedNetwork | None, environment: dict[str, str]) -> Iterator[None]:
-    """Run the meeting point of the sites on host 0."""
+def meeting_point(out: Path, network: EmulatedNetwork | None, environment: dict[str, str]) -> Iterator[dict[str, str]]:
+    """Run the meeting point of sites on host 0; gives the keys of "sites" that say where it is."""
+    secret, port = out / "secret", MEETING_PORT if network else free_port()
     secret.touch(mode=0o600)
     secret.write_text(secrets.token_hex(32))
-    command = [sys.executable, "-m", "ds_hybridep.commands.main", "meet", "--port", str(MEETING_PORT)]
+    command = [sys.executable, "-m", "ds_hybridep.commands.main", "meet", "--port", str(port)]
     command += ["--secret-file", str(secret)]
-    process = subprocess.Popen(
-        network.command_on(0, command) if network else command,
-        env={**os.environ, **environment}, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-    )  # fmt: skip
+    with (out / "meeting.log").open("wb") as log:
+        process = subprocess.Popen(
+            network.command_on(0, command) if network else command,
+            env={**os.environ, **environment}, stdout=log, stderr=log,
+        )  # fmt: skip
     try:
-        yield
+        host = network.topology.address_of(0) if network else "127.0.0.1"
+        yield {"meeting_point": f"{host}:{port}", "secret_file": str(secret)}
     finally:
         process.kill()
         process.wait()
@@ -218,13 +218,11 @@ def train(
     console: Console,
 ) -> Run | None:  # fmt: skip
     """How it went; None where it failed, with the end of its output shown."""
-    secret = args.out / "secret"
-    jobs = jobs_of(way, number, args.out, args.steps, network, secret)
     columns = TextColumn("{task.description:38}"), BarColumn(), MofNCompleteColumn(), TextColumn("steps")
     uplink_bytes: dict[int, int] = {}  # by steps done
     with ExitStack() as stack:
-        if way.sites:
-            stack.enter_context(meeting_point(secret, network, environment))
+        point = stack.enter_context(meeting_point(args.out, network, environment)) if way.sites else {}
+        jobs = jobs_of(way, number, args.out, args.steps, point)
         started = [
             stack.enter_context(
                 RankProcesses(

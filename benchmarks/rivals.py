@@ -47,18 +47,18 @@ class Plain:
         self.clips = optimizer is None
         self.optimizer = optimizer or torch.optim.AdamW(self.parameters, lr=rate)
         self._schedule = WarmupDecayLR(self.optimizer, **schedule(rate, steps))
-        self.sent = 0.0
+        self.sent, self.count = 0.0, 0  # bytes, steps
 
-    def backward(self, tokens: Tensor, targets: Tensor) -> None:
+    def train(self, tokens: Tensor, targets: Tensor) -> None:
+        """One step."""
         self.optimizer.zero_grad()
         loss, aux_loss = self.model(tokens, targets)
         (loss + train_lm.AUX_LOSS_WEIGHT * aux_loss).backward()
-
-    def step(self) -> None:
         if self.clips:
             nn.utils.clip_grad_norm_(self.parameters, CLIP)
         self.optimizer.step()
         self._schedule.step()
+        self.count += 1
 
     def mean(self, tensor: Tensor) -> Tensor:
         """The mean over both ranks, in place; each sends as many bytes as the tensor has."""
@@ -86,12 +86,7 @@ def with_power_sgd(model: nn.Module, setting: int, rate: float, steps: int) -> t
         orthogonalization_epsilon=1e-8,  # else an expert without tokens makes NaN
     )  # fmt: skip
     loop.model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
-
-    def train(tokens: Tensor, targets: Tensor) -> None:
-        loop.backward(tokens, targets)
-        loop.step()
-
-    return train, lambda: loop.sent
+    return loop.train, lambda: loop.sent
 
 
 def with_diloco(model: nn.Module, setting: int, rate: float, steps: int) -> tuple[Train, Sent]:
@@ -99,14 +94,10 @@ def with_diloco(model: nn.Module, setting: int, rate: float, steps: int) -> tupl
     loop = Plain(model, rate, steps)
     common = [parameter.detach().clone() for parameter in loop.parameters]
     outer = torch.optim.SGD(common, lr=OUTER_RATE, momentum=OUTER_MOMENTUM, nesterov=True)
-    count = 0
 
     def train(tokens: Tensor, targets: Tensor) -> None:
-        nonlocal count
-        loop.backward(tokens, targets)
-        loop.step()
-        count += 1
-        if count % setting and count != steps:
+        loop.train(tokens, targets)
+        if loop.count % setting and loop.count != steps:
             return
         for parameter, old in zip(loop.parameters, common, strict=True):
             old.grad = loop.mean(old - parameter.detach())
@@ -140,16 +131,12 @@ def with_torchft(model: nn.Module, setting: int, rate: float, steps: int) -> tup
     diloco = DiLoCo(manager, [model], loop.optimizer, outer, setting)
     diloco.__enter__()
     servers: list[Any] = [store, *([lighthouse] if lighthouse else [])]  # they end with their last reference
-    count = 0
 
     def train(tokens: Tensor, targets: Tensor) -> None:
-        nonlocal count
-        loop.backward(tokens, targets)
-        loop.step()
-        count += 1
-        if count % setting == 0:
+        loop.train(tokens, targets)
+        if loop.count % setting == 0:
             loop.sent += sum(parameter.nbytes for parameter in loop.parameters)
-        if count == steps:
+        if loop.count == steps:
             manager.shutdown()
             torch.distributed.barrier()  # the other one may still need the servers
             servers.clear()
@@ -219,10 +206,4 @@ def cosines(size: int) -> Tensor:
 
 def with_demo(model: nn.Module, setting: int, rate: float, steps: int) -> tuple[Train, Sent]:
     optimizer = DeMo(list(model.parameters()), rate, setting)
-    loop = Plain(model, rate, steps, optimizer)
-
-    def train(tokens: Tensor, targets: Tensor) -> None:
-        loop.backward(tokens, targets)
-        loop.step()
-
-    return train, lambda: optimizer.sent
+    return Plain(model, rate, steps, optimizer).train, lambda: optimizer.sent
