@@ -20,32 +20,36 @@ class Inside:
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
 
-    @waiting()
     def gather(self, said: Any) -> list[Any]:
         """Return what all ranks say (JSON-able), by rank; on other ranks than 0 an empty list."""
         body = _packed(said)
-        sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
-        dist.all_gather(sizes, torch.tensor([len(body)]), group=self._group)
-        longest = max(int(size) for size in sizes)
-        bodies = [torch.empty(longest, dtype=torch.uint8) for _ in sizes] if self.rank == 0 else None
-        dist.gather(torch.nn.functional.pad(body, (0, longest - len(body))), bodies, dst=0, group=self._group)
-        return [_unpacked(one[: int(size)]) for one, size in zip(bodies or [], sizes, strict=False)]
+        size = torch.tensor([len(body)])
+        sizes = [torch.empty_like(size) for _ in range(self.size)]
+        with waiting(size, *sizes):
+            dist.all_gather(sizes, size, group=self._group)
+        longest = max(map(int, sizes))
+        body = torch.nn.functional.pad(body, (0, longest - len(body)))
+        bodies = [torch.empty_like(body) for _ in sizes] if self.rank == 0 else []
+        with waiting(body, *bodies):
+            dist.gather(body, bodies or None, dst=0, group=self._group)
+        return [_unpacked(one[: int(size)]) for one, size in zip(bodies, sizes, strict=False)]
 
-    @waiting()
     def broadcast(self, said: Any) -> Any:
         """Return what rank 0 says (JSON-able)."""
         body = _packed(said)
         size = torch.tensor([len(body)])
-        dist.broadcast(size, src=0, group=self._group)
+        with waiting(size):
+            dist.broadcast(size, src=0, group=self._group)
         body = body if self.rank == 0 else torch.empty(int(size), dtype=torch.uint8)
-        dist.broadcast(body, src=0, group=self._group)
+        with waiting(body):
+            dist.broadcast(body, src=0, group=self._group)
         return _unpacked(body)
 
-    @waiting()
     def all(self, is_true: bool) -> bool:
         """Return True if it is true on all ranks."""
         flag = torch.tensor([is_true], dtype=torch.int32)
-        dist.all_reduce(flag, op=dist.ReduceOp.MIN, group=self._group)
+        with waiting(flag):
+            dist.all_reduce(flag, op=dist.ReduceOp.MIN, group=self._group)
         return bool(flag.item())
 
     def close(self) -> None:
@@ -64,5 +68,6 @@ def _unpacked(body: Tensor) -> Any:
 
 def share(flat: Tensor, own: Tensor, group: Any) -> None:
     """Fill `flat` with the parts of all ranks of a group, in group-rank order; all parts are as long as `own`."""
-    with waiting():
-        dist.all_gather(list(flat.split(own.numel())), own.clone(), group=group)
+    parts, own = flat.split(own.numel()), own.clone()
+    with waiting(own, *parts):
+        dist.all_gather(list(parts), own, group=group)

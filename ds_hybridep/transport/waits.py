@@ -10,9 +10,11 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from torch import Tensor
 from torch._C import _distributed_c10d
 
 _ours: dict[object, tuple[float, bool]] = {}  # waits of this package: when each began, and whether it needs all ranks
+DROP_S = 1.0  # how long gloo may take to drop tensors
 Collective = tuple[int, str, str]  # recorder, group, and its number in the group
 # torch's flight recorders: of gloo, and of NCCL in builds that have it.
 _RECORDERS = [
@@ -23,13 +25,20 @@ _RECORDERS = [
 
 
 @contextmanager
-def waiting(*, for_all: bool = False) -> Iterator[None]:
-    """Count the time inside as a wait for other ranks; `for_all` if it cannot end before every rank has come."""
+def waiting(*tensors: Tensor, for_all: bool = False) -> Iterator[None]:
+    """Count the time inside as a wait for other ranks; `for_all` if it cannot end before every rank has come.
+
+    tensors: of a collective over gloo inside.  This returns once gloo's threads have dropped them: a thread that drops
+    the last reference to a tensor while the interpreter ends aborts the process.
+    """
     key = object()
     _ours[key] = time.monotonic(), for_all
     try:
         yield
     finally:
+        until = time.monotonic() + DROP_S
+        while any(one._use_count() > 1 for one in tensors) and time.monotonic() < until:
+            time.sleep(1e-5)
         del _ours[key]
 
 
