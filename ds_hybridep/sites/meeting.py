@@ -68,6 +68,7 @@ class Meeting:
         self._tried: tuple[int, tuple[str, ...], int] = (0, (), 0)  # step, members, how often
         self._first_call_at = 0.0
         self._adopted_at = float("-inf")  # when members were learned from a site
+        self._has_formed = False  # the present members were chosen here
         self._log = log
 
     @property
@@ -101,11 +102,14 @@ class Meeting:
                     other.send({"op": "note", "text": f"{text}; it was refused"})
                 return None, f"{text}; use the same model and settings on all sites"
         self._settings, self._names = said["settings"], names
-        if 0 < said["epoch"] < self.epoch and name not in self.members:
+        is_newer = said["epoch"] > self.epoch or (0 < said["epoch"] == self.epoch and not self.members)
+        is_known = name in self.members or (said["epoch"], said["members"]) == (self.epoch, self.members)
+        if 0 < said["epoch"] and not is_known and (self._has_formed or not is_newer):
             return None, f"the other sites went on without site '{name}'; start it again with the same command"
-        if said["epoch"] > self.epoch or (0 < said["epoch"] == self.epoch and not self.members):
+        if is_newer:
             # This meeting point was restarted, or out of reach: other members may still come.
             self.epoch, self.members, self._adopted_at = said["epoch"], list(said["members"]), time.monotonic()
+            self._has_formed = False
         elif said["epoch"] == 0 and name in self.members and (known is None or known.instance != instance):
             self.members.remove(name)  # another process, which has the state of a start
         if name in self.observers and (known is None or known.instance != instance):
@@ -141,7 +145,11 @@ class Meeting:
             del self.sites[site.name]
             self._log(f"site '{site.name}' {why}")
         if not self.is_running:
-            self.members, self.observers, self._first_call_at = [], [], 0.0
+            if not any(other.call for other in self.sites.values()):
+                self._first_call_at = 0.0
+            elif self.members:
+                self._first_call_at = time.monotonic()
+            self.members, self.observers, self._has_formed = [], [], False
 
     def _drop_gone(self) -> None:
         now = time.monotonic()
@@ -205,7 +213,7 @@ class Meeting:
                 del calls[name]
                 self._remove(self.sites[name], f"was left out at step {newest}: it is at another step")
         there = self._reachable(there, calls, newest)
-        ready = [name for name in self._names if name in calls and calls[name]["is_ready"] and name not in there]
+        ready = [name for name in self.observers if name in calls and calls[name]["is_ready"]]
         observers = [name for name in self._names if name in calls and name not in (*there, *ready)]
         self._form([name for name in self._names if name in (*there, *ready)], observers)
 
@@ -228,7 +236,7 @@ class Meeting:
     def _form(self, members: list[str], observers: list[str]) -> None:
         self.epoch += 1
         calls = {name: self.sites[name].call for name in (*members, *observers)}
-        self.members, self.observers = members, observers
+        self.members, self.observers, self._has_formed = members, observers, True
         said = {name: call for name, call in calls.items() if call is not None}
         message = {
             "op": "epoch", "epoch": self.epoch, "members": members, "observers": observers,

@@ -207,6 +207,8 @@ class Member:
                     self._send({"op": "beat"})
                 else:
                     self._answer = said
+                    if said["op"] == "epoch":
+                        self.wants_change = False  # it is what an earlier "change" has asked for
                     self._changed.notify_all()
 
     def _send(self, message: dict[str, Any]) -> None:

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which sites the meeting point lets go on, without connections and without waiting."""
 
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 from ds_hybridep.commands.main import main
 from ds_hybridep.sites import meeting as meeting_module
 from ds_hybridep.sites.meeting import Meeting, Site
+from ds_hybridep.sites.member import Member
 
 NAMES = ["a", "b", "c"]
 
@@ -91,6 +93,19 @@ def test_a_site_that_does_not_come_to_the_start_is_not_waited_for_for_ever(clock
     assert sites.said("a")["members"] == ["a"]
 
 
+def test_a_site_that_leaves_before_the_start_does_not_start_it(clock: Clock) -> None:
+    sites = Sites(["a", "b"], clock)
+    sites.come("a")
+    sites.call("a", 0)
+    sites.pass_s(4, "a")
+    sites.come("b")
+    sites.meeting.hear(sites.known["b"], {"op": "leave"})
+    sites.pass_s(4, "a")
+    assert sites.said("a") == {}, "b may have been started again already"
+    sites.pass_s(3, "a")
+    assert sites.said("a")["members"] == ["a"]
+
+
 def test_a_minority_of_three_does_not_start(clock: Clock) -> None:
     sites = Sites(NAMES, clock)
     sites.come("a")
@@ -164,6 +179,23 @@ def test_a_newcomer_observes_first_and_is_a_member_when_it_is_up_to_date(clock: 
     sites.call("b", 12, is_ready=True)
     sites.call("a", 13)
     assert (sites.said("b")["members"], sites.said("b")["observers"]) == (["a", "b"], [])
+
+
+def test_a_newcomer_that_was_up_to_date_in_an_earlier_epoch_observes_again(clock: Clock) -> None:
+    sites = begun(clock, NAMES)
+    sites.meeting.hear(sites.known["c"], {"op": "leave"})
+    sites.call("a", 5)
+    sites.call("b", 5)
+    sites.come("c", instance="2")
+    sites.call("c", 0)
+    for name in "ab":
+        sites.call(name, 9)
+    for name in "ab":
+        sites.call(name, 12)  # the packets of the next steps do not go to c
+    sites.call("c", 12, is_ready=True)
+    for name in "ab":
+        sites.call(name, 15)
+    assert (sites.said("a")["members"], sites.said("a")["observers"]) == (["a", "b"], ["c"])
 
 
 @pytest.mark.parametrize("is_ready", [False, True])
@@ -287,6 +319,37 @@ def test_a_site_alone_that_was_out_of_reach_does_not_go_on_beside_one_that_began
     sites.pass_s(11, "b")
     assert sites.said("b")["members"] == ["b"]
     assert "went on without" in sites.come("a", epoch=2, members=["a"])
+
+
+@pytest.mark.parametrize("epoch", [4, 5])
+def test_two_sites_do_not_go_on_apart_after_a_restart_of_the_meeting_point(clock: Clock, epoch: int) -> None:
+    sites = Sites(["a", "b"], clock)
+    sites.come("b", epoch=3, members=["a", "b"])  # a went on without it, and is out of reach
+    sites.call("b", 5)
+    sites.pass_s(11, "b")
+    assert sites.said("b")["members"] == ["b"], "half of the last members that are known here"
+    assert sites.said("b")["epoch"] == 4
+    assert "went on without" in sites.come("a", epoch=epoch, members=["a"])
+
+
+def test_a_member_that_lost_its_connection_comes_back_to_its_epoch(clock: Clock) -> None:
+    sites = begun(clock, ["a", "b"])
+    sites.die("b")
+    assert sites.come("b", epoch=1, members=["a", "b"]) == ""
+    sites.call("a", 5)
+    sites.call("b", 5)
+    assert sites.said("b")["members"] == ["a", "b"]
+
+
+def test_an_epoch_is_what_an_earlier_word_of_a_change_has_asked_for() -> None:
+    member = object.__new__(Member)  # without a connection
+    member._changed, member._answer, member.wants_change = threading.Condition(), None, False
+    member._hear({"op": "change"})  # was on its way when this site called
+    assert member.wants_change
+    member._hear({"op": "epoch", "epoch": 2, "members": ["a", "b"]})
+    assert not member.wants_change, "else the sites would meet before every step"
+    member._hear({"op": "change"})
+    assert member.wants_change
 
 
 def test_sites_that_were_killed_together_begin_together_again(clock: Clock) -> None:
