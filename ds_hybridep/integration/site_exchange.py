@@ -81,21 +81,30 @@ class SiteExchange(Epochs):
         """Set this rank's averaged gradients to the mean over all sites that are present."""
         if not self._is_replaying and self._local is None:
             slices, finish = self._owned.slices()
-            if self._average(leaves_of(slices), self._loss_scale):
+            leaves = leaves_of(slices)
+            if self._average(lambda: leaves, self._loss_scale)[1]:
                 finish()
 
     def _next_crossing(self) -> Crossing | None:
         """Return the connections of the next exchange; None if there may be others by then, or nobody else."""
         return None if self._is_replaying or self._needs_quorum or not self._others else self._crossing
 
-    def _average(self, slices: list[OwnedSlice], loss_scale: Callable[[], float]) -> bool:
-        """Set `slices` to the mean over all sites that are present; False if that is this site alone."""
+    def _average(
+        self, take: Callable[[], list[OwnedSlice]], loss_scale: Callable[[], float]
+    ) -> tuple[list[OwnedSlice], bool]:
+        """Set what `take` returns to the mean over all sites that are present.
+
+        take: is called again when this site may have taken over the state of another one.
+
+        Returns the slices, and False if they have not changed.
+        """
         scale = first = loss_scale()
         while True:
             if self._needs_quorum:
                 self._recall()
                 while self._form(is_complete=False) and self._needs_quorum:
                     pass  # the state of the lead did not come whole
+            slices = take()
             if (newer := loss_scale()) != scale:  # of another site, whose state this one has taken over
                 for tensor in (tensor for one in slices for tensor in one.tensors):
                     tensor.mul_(newer / scale)
@@ -103,7 +112,7 @@ class SiteExchange(Epochs):
             if len(self.members) < len(self.names):
                 self._stay_in_touch()
             if not self._others:
-                return scale != first  # then `slices` were rescaled
+                return slices, scale != first  # then they were rescaled
             # Weights are compared in the first exchange of an epoch, and every so often.
             verifies = not self.num_exchanges or (self._interval and self.num_exchanges % self._interval == 0)
             digest = self._digest() if verifies else bytes(DIGEST_BYTES)
@@ -114,7 +123,7 @@ class SiteExchange(Epochs):
                 self.num_exchanges += 1
                 self._last_steps |= dict.fromkeys(self.members, self._engine.global_steps)
                 self._departures.learn(slices)
-                return True
+                return slices, True
             self._recall()
             self._num_repeated += 1
 
@@ -139,10 +148,9 @@ class SiteExchange(Epochs):
         self._has_caught_up = self._has_caught_up and self._is_replaying
         if self._local is not None:
             if not self._is_replaying:
-                fragment = self._local.due(self._engine.global_steps)
-                deltas = self._local.deltas(fragment)
-                self._average(deltas, lambda: 1.0)
-                self._outer_step(fragment, deltas)
+                local = self._local
+                mean, _ = self._average(lambda: local.deltas(local.due(self._engine.global_steps)), lambda: 1.0)
+                self._outer_step(local.due(self._engine.global_steps), mean)
             changes.commit()
         elif was_applied:
             changes.commit()

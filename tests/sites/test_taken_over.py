@@ -1,0 +1,83 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a site exchanges after it has taken over the state of another one."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from ds_hybridep.integration.site_exchange import SiteExchange
+from ds_hybridep.integration.site_overlap import Departures
+from ds_hybridep.kernels.reference import ReferenceKernels
+from ds_hybridep.plan.slots import whole
+from ds_hybridep.sites.local_steps import LocalSteps
+from ds_hybridep.sites.packets import OwnedSlice, Packets
+from ds_hybridep.sync.home import Home
+
+HOME = Home(torch.device("cpu"))
+
+
+class TakesOver(SiteExchange):
+    """A site whose state, of step 3, becomes that of step 6 of another site, before or in an exchange.
+
+    fails: the first exchange misses packets.
+    """
+
+    def __init__(self, fails: bool = False) -> None:
+        self.scale, self.fails = 8.0, fails
+        self.members = self.names = ["a", "b"]
+        self.num_exchanges, self._interval, self._needs_quorum, self._last_steps = 1, 0, not fails, {}
+        self._num_repeated, self._is_replaying, self._has_caught_up, self._local = 0, False, False, None
+        self._packets = Packets("a", None, None, torch.float32, HOME)
+        self._engine = SimpleNamespace(global_steps=3)
+        self._departures = Departures(None, self._packets, ReferenceKernels(), lambda: None, lambda: True, lambda: 1.0)
+        self._publish = self._refresh = lambda: None
+
+    @property
+    def _others(self) -> list[str]:
+        return ["b"]
+
+    def _form(self, *, is_complete: bool) -> bool:
+        self.scale, self._needs_quorum, self._engine.global_steps = 2.0, False, 6
+        self.restore()
+        return True
+
+    def restore(self) -> None:
+        pass
+
+    def _swap(self, packets: list[torch.Tensor]) -> Any:
+        self.sent = torch.cat(packets)
+        return [self.sent, self.sent.clone()], True
+
+    def _agree(self, is_complete: bool, digest: bytes) -> tuple[bool, bool]:
+        is_agreed, self.fails = not self.fails, False
+        return is_agreed, False
+
+
+def test_gradients_follow_the_loss_scale_of_the_state() -> None:
+    gradient = torch.full((4,), 8.0 * 0.5)
+    site = TakesOver()
+    one = OwnedSlice((whole("w", torch.Size([4])),), (gradient,), False)
+    slices, has_changed = site._average(lambda: [one], lambda: site.scale)
+    assert has_changed
+    assert slices == [one]
+    assert torch.equal(gradient, torch.full((4,), 2.0 * 0.5))
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_local_steps_exchange_the_fragment_of_the_state(fails: bool) -> None:
+    model = nn.Sequential(nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False))
+    named = [(name, parameter.detach()) for name, parameter in model.named_parameters()]
+    spans = tuple(whole(name, tensor.shape) for name, tensor in named)
+    site = TakesOver(fails)
+    site._local = local = LocalSteps([OwnedSlice(spans, tuple(tensor for _, tensor in named), False)], 2, HOME)
+    before = [common.clone() for common in local.common()]
+    for parameter in model.parameters():
+        parameter.data.add_(1.0)  # what this site has learned
+    site.restore = lambda: [parameter.data.sub_(2.0) for parameter in model.parameters()]  # and then the other one
+    site.after_step(was_applied=True)
+    torch.testing.assert_close(site.sent.view(torch.float32), torch.full((9,), 1.0))
+    assert torch.equal(local.common()[1], before[1]), "after step 6, fragment 0 has its turn, and not fragment 1"
+    assert not torch.equal(local.common()[0], before[0])
