@@ -73,7 +73,8 @@ def load(attachment: Attachment, original: Callable[..., Any], *args: Any, **kwa
     agree({"is a checkpoint found": loaded[0] is not None}, timeout_s)
     if loaded[0] is None:
         return loaded
-    if not given["load_optimizer_states"] or given["load_module_only"]:
+    has_state = given["load_optimizer_states"] and not given["load_module_only"]
+    if not has_state:
         attachment.runtime.codecs.forget()
     else:
         folder, planner = Path(loaded[0]).parent, attachment.planner
@@ -83,7 +84,7 @@ def load(attachment: Attachment, original: Callable[..., Any], *args: Any, **kwa
         if lost := attachment.runtime.codecs.load(folder, engine.global_steps):
             log_dist(f"hybridep: {lost}", ranks=[0])
     if attachment.sites is not None:
-        attachment.sites.after_load(Path(loaded[0]).parent, caught_up)
+        attachment.sites.after_load(Path(loaded[0]).parent if has_state else None, caught_up)
     attachment.ship_partitioned()
     return loaded
 

@@ -313,7 +313,13 @@ def capture(engine: Any, more: Any = None) -> bytes:
     state = {
         "weights": _held(engine),
         "masters": [master.data for master in _masters(engine)],
-        "optimizer": [dict(base.state.get(master, {})) for master in _masters(engine)],
+        "optimizer": [
+            {
+                key: (value, isinstance(value, Tensor) and value.device == master.device)
+                for key, value in base.state.get(master, {}).items()
+            }
+            for master in _masters(engine)
+        ],
         "groups": [{key: value for key, value in group.items() if key != "params"} for group in base.param_groups],
         "scalers": [{k: v for k, v in vars(one).items() if isinstance(v, int | float)} for one in _scalers(engine)],
         "scheduler": engine.lr_scheduler.state_dict() if engine.lr_scheduler is not None else None,
@@ -335,8 +341,7 @@ def _gather_again(optimizer: Any) -> None:
 
 def restore(engine: Any, state: bytes) -> Any:
     """Load what `capture` returned on another site, in place, and return `more`."""
-    device = next(engine.module.parameters()).device
-    saved = torch.load(io.BytesIO(state), weights_only=True, map_location=device)
+    saved = torch.load(io.BytesIO(state), weights_only=True, map_location="cpu")  # a device may not hold it twice
     for name, tensor in _held(engine).items():
         tensor.copy_(saved["weights"][name])
     if engine.zero_optimization_stage() == 3:
@@ -345,11 +350,11 @@ def restore(engine: Any, state: bytes) -> Any:
     for master, value, kept in zip(_masters(engine), saved["masters"], saved["optimizer"], strict=True):
         master.data.copy_(value)
         known = base.state[master]
-        for key, one in kept.items():
+        for key, (one, follows) in kept.items():
             if isinstance(known.get(key), Tensor) and isinstance(one, Tensor):
                 known[key].copy_(one)  # others may refer to it
             else:
-                known[key] = one
+                known[key] = one.to(master.device) if follows else one
     for group, options in zip(base.param_groups, saved["groups"], strict=True):
         group.update(options)
     for scaler, numbers in zip(_scalers(engine), saved["scalers"], strict=True):

@@ -189,17 +189,22 @@ class SiteExchange(Epochs):
         """Return the state that this site has from others, if it has caught up with them and made no step since."""
         return owned.capture(self._engine, self._more()) if self._has_caught_up else None
 
-    def after_load(self, folder: Path, caught_up: bytes | None) -> None:
-        """A checkpoint was loaded.  The state of sites that are training is newer: it comes back."""
+    def after_load(self, folder: Path | None, caught_up: bytes | None) -> None:
+        """A checkpoint was loaded.  The state of sites that are training is newer: it comes back.
+
+        folder: None if the optimizer's state was not loaded.  Then, and where it has no file of this site, nothing is
+        left of the steps before.
+        """
         self._recall()
         if caught_up is not None:
             self._restore(caught_up)
             return
         self._needs_quorum = True  # weights are compared before the next exchange
+        self._packets.forget()
         if self._local is not None:
             self._local.begin()
-        if (path := self._file(folder)).exists():
-            saved = torch.load(path, weights_only=True)
+        if folder is not None and (path := self._file(folder)).exists():
+            saved = torch.load(path, weights_only=True, map_location="cpu")
             self._packets.load_state_dict(saved["packets"])
             if self._local is not None:
                 self._local.load_state_dict(saved["local"])

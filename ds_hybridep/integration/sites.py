@@ -8,7 +8,7 @@ after it       what codecs left out is kept, or restored if the step was skipped
 
 import hashlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ from ds_hybridep.integration.site_exchange import SiteExchange, compared
 from ds_hybridep.kernels import Kernels
 from ds_hybridep.link import read_secret
 from ds_hybridep.sites.data import site_of
-from ds_hybridep.sites.exchange import Counters, Crossing
+from ds_hybridep.sites.exchange import Counters, Crossing, Incoming
 from ds_hybridep.sites.member import Member
 from ds_hybridep.sites.packets import OwnedSlice, Packets, leaves_of
 from ds_hybridep.sync.home import Home
@@ -60,7 +60,7 @@ def join_sites(
         )
     home = Home(sample.device, config.state == "host")
     context = None if link.tls is None else link.tls.contexts()[0]
-    inside = Inside(3 * config.timeout_s + 60.0)
+    inside = Inside()
     settings = {
         "version": __version__, "ranks": inside.size, "ZeRO stage": engine.zero_optimization_stage(),
         "sites.every": sites.every, "sites.codecs": sites.codecs,
@@ -130,7 +130,7 @@ class SiteSync(SiteExchange):
     def _follow(self) -> int | None:
         """Observe the members of one epoch, and return the step at which this site is a member.
 
-        Returns None if another epoch began before this site was up to date, -1 if it is alone and begins anew.
+        Returns None if another epoch began before this site was up to date, -1 if it begins anew as a member.
         """
         answer = self._call(self._digest())
         if self.site in self.members:
@@ -146,30 +146,43 @@ class SiteSync(SiteExchange):
         target: int | None = None
         waiting = observed.observe(self._next_sizes())
         while target is None or self._next()[0] < target:
-            if self._inside.all(all(one.is_whole() for one in waiting.values())):
+            found = self._look(waiting, is_applied=target is not None)
+            if found == "counts":
                 for one in waiting.values():
                     one.finish()
                 self._replay([one.packets for one in waiting.values()])
                 waiting = observed.observe(self._next_sizes())
-            elif not has_called:
-                # A receive fails once the members have left these connections for those of the next epoch.
-                has_ended = any(one.has_failed() for one in waiting.values())
-                if not self._inside.all(not has_ended):
-                    return None
+            elif found == "ended" and not has_called:
+                return None
+            elif found == "ended" and target is not None:
+                raise self._left_out()  # packets before that step are lost
+            elif found == "nothing" and not has_called:
                 self._call(self._digest(), is_ready=True, waits=False)  # no packet waits: it is up to date
                 has_called = True
-            elif target is None:
+            elif has_called and target is None:
                 self._crossing = None  # the old connections stay open until all packets have come
                 answer = self._hear(PAUSE_S) or {}
                 if answer.get("op") == "epoch":
                     steps = [call["step"] for call in answer["calls"].values() if not call["is_ready"]]
-                    target = max(steps, default=self._next()[0])
-            elif not self._inside.all(not any(one.has_failed() for one in waiting.values())):
-                raise self._left_out()  # packets before that step are lost
+                    target = max(steps, default=self._next()[0]) if self.site in self.members else -1
             else:
                 time.sleep(PAUSE_S)
         observed.close()
-        return target
+        return target if target >= 0 else None
+
+    def _look(self, waiting: Mapping[str, Incoming], *, is_applied: bool) -> str:
+        """Return, on all ranks, what is known of the next packets: "nothing", "whole", "counts", or "ended".
+
+        Packets count if a member has agreed to their step, so that all apply it; another step may be repeated.
+        is_applied: members have come to a later step.
+        """
+        is_whole = self._inside.all(all(one.is_whole() for one in waiting.values()))
+        if is_whole and (is_applied or self._inside.broadcast(any(one.is_agreed() for one in waiting.values()))):
+            return "counts"
+        # A receive fails once the members have left these connections for those of the next epoch.
+        if not self._inside.all(not any(one.has_failed() for one in waiting.values())):
+            return "ended"
+        return "whole" if is_whole else "nothing"
 
     def _next_sizes(self) -> list[int]:
         """Return the bytes of the next packets of a member."""

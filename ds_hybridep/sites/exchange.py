@@ -38,9 +38,13 @@ class Counters:
 
 
 class Incoming:
-    """What one member sends in an exchange.  sizes: bytes of its packets."""
+    """What one member sends in an exchange.
 
-    def __init__(self, channel: Channel, rank: int, sizes: Sequence[int]) -> None:
+    sizes: bytes of its packets.  agreed: what it sends to observers once all members have agreed.
+    """
+
+    def __init__(self, channel: Channel, rank: int, sizes: Sequence[int], agreed: Handle | None = None) -> None:
+        self._agreed = agreed
         self.packets = torch.empty(sum(sizes), dtype=torch.uint8)  # one after the other
         self._sizes = list(sizes)
         self._parts = [
@@ -56,8 +60,12 @@ class Incoming:
     def is_whole(self) -> bool:
         return all(one.done() and one.failure() is None for one in self.handles)
 
+    def is_agreed(self) -> bool:
+        return self._agreed is not None and self._agreed.done() and self._agreed.failure() is None
+
     def has_failed(self) -> bool:
-        return any(one.failure() is not None for one in self.handles)
+        waiting = self.handles if self._agreed is None else [*self.handles, self._agreed]
+        return any(one.failure() is not None for one in waiting)
 
     def finish(self) -> int:
         """Wait until `packets` are those that count, and return the bytes that have come.
@@ -125,7 +133,10 @@ class Crossing:
     def begin(self, sizes: Sequence[int]) -> None:
         """Let packets of the next exchange come, which have these bytes; a second call before `swap` does nothing."""
         if self._incoming is None and not self._has_failed:
-            self._incoming = self.observe(sizes)
+            self._incoming = {
+                name: Incoming(self._channels["gradients"], self._index(name), sizes)
+                for name in self.members if name != self._site
+            }  # fmt: skip
 
     def depart(self, index: int, packet: Tensor, *, is_early: bool = True) -> None:
         """Send packet number `index` of the next exchange (uint8, on the CPU; it must not change) to all other sites.
@@ -172,7 +183,10 @@ class Crossing:
         ours = torch.tensor([is_complete, wants_change, *digest], dtype=torch.uint8)
         said = torch.stack(self._said(ours))
         is_equal = bool((said[:, 2:] == said[0, 2:]).all())
-        return bool(said[:, 0].all()), bool(said[:, 1].any()) or not is_equal
+        if is_agreed := bool(said[:, 0].all()):
+            for name in self.observers:
+                self._send(name, torch.ones(1, dtype=torch.uint8), channel="have")
+        return is_agreed, bool(said[:, 1].any()) or not is_equal
 
     def _said(self, ours: Tensor) -> list[Tensor]:
         """Tell all other members something short; return what all members say, in their order."""
@@ -255,11 +269,16 @@ class Crossing:
         return bytes(state)
 
     def observe(self, sizes: Sequence[int]) -> dict[str, Incoming]:
-        """Start to receive what the other members send in their next exchange: packets of these bytes."""
+        """Start to receive what members send in their next exchange: packets of these bytes, and that they agreed.
+
+        The latter comes to rank 0, as only that rank of a site calls `agree`.
+        """
+        gradients, have = self._channels["gradients"], self._channels["have"]
+        ranks = {name: self._index(name) for name in self.members if name != self._site}
         return {
-            name: Incoming(self._channels["gradients"], self._index(name), sizes)
-            for name in self.members if name != self._site
-        }  # fmt: skip
+            name: Incoming(gradients, rank, sizes, None if self._rank else have.receive(rank, max_bytes=1))
+            for name, rank in ranks.items()
+        }
 
     def close(self) -> None:
         """End the connections; what was sent still leaves."""

@@ -64,9 +64,11 @@ class LocalSteps:
             self._home.put(kept_momentum, momentum)
 
     def begin(self) -> None:
-        """Begin anew from this rank's weights: they are the common ones."""
+        """Begin anew from this rank's weights: they are the common ones, and there is no momentum."""
         for own, common in self._pairs():
             common.copy_(own)
+        for momentum in (one for fragment in self._momentum for one in fragment):
+            momentum.zero_()
 
     def reset(self) -> None:
         """Set this rank's weights to the common ones."""

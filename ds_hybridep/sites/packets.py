@@ -102,6 +102,11 @@ class Packets:
         for kind, memory in self._memories.items():
             memory.load_state_dict(saved[kind])
 
+    def forget(self) -> None:
+        """Drop residuals."""
+        for memory in self._memories.values():
+            memory.forget()
+
     def _memory(self, one: OwnedSlice) -> GradientMemory:
         return self._memories["experts" if one.is_expert else "dense"]
 

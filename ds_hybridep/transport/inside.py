@@ -12,13 +12,19 @@ from torch import Tensor
 
 from ds_hybridep.transport.waits import waiting
 
+LIMIT = timedelta(days=1)
+
 
 class Inside:
-    """The ranks of this site.  All ranks must make it, and call the same methods in the same order."""
+    """The ranks of this site.  All ranks must make it, and call the same methods in the same order.
 
-    def __init__(self, timeout_s: float) -> None:
+    A call may wait for a rank that lives for up to LIMIT: each of them may have to wait for bytes from another site.
+    The watch ends waits for a rank that does not live.
+    """
+
+    def __init__(self) -> None:
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
-        self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
+        self._group = dist.new_group(backend="gloo", timeout=LIMIT)
 
     def gather(self, said: Any) -> list[Any]:
         """Return what all ranks say (JSON-able), by rank; on other ranks than 0 an empty list."""

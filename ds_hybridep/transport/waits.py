@@ -9,6 +9,7 @@ import json
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from torch import Tensor
 from torch._C import _distributed_c10d
@@ -37,9 +38,14 @@ def waiting(*tensors: Tensor, for_all: bool = False) -> Iterator[None]:
         yield
     finally:
         until = time.monotonic() + DROP_S
-        while any(one._use_count() > 1 for one in tensors) and time.monotonic() < until:
+        while any(_users(one) > 1 for one in tensors) and time.monotonic() < until:
             time.sleep(1e-5)
         del _ours[key]
+
+
+def _users(tensor: Any) -> int:
+    """Return how many parts of the process have a tensor; Python is one."""
+    return int(tensor._use_count())
 
 
 class Waits:

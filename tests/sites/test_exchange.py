@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Packets that depart before the exchange, between sites of one rank in threads."""
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -19,14 +20,15 @@ SIZES = [5, 3, 70_000]
 class Sites:
     """The connections of all sites in one epoch."""
 
-    def __init__(self, names: Sequence[str]) -> None:
+    def __init__(self, names: Sequence[str], observers: Sequence[str] = ()) -> None:
         self.counters = {name: {other: Counters() for other in names} for name in names}
         self.crossings = {
             name: Crossing(names, name, 0, b"a secret of sixteen", "127.0.0.1", 10.0, self.counters[name])
             for name in names
         }
         addresses = {name: one.address for name, one in self.crossings.items()}
-        self.together(lambda one: one.open(1, list(names), [], addresses))
+        members = [name for name in names if name not in observers]
+        self.together(lambda one: one.open(1, members, list(observers), addresses))
 
     def together(self, run: Callable[[Crossing], Any], names: Sequence[str] = ()) -> list[Any]:
         with ThreadPoolExecutor() as pool:
@@ -91,3 +93,27 @@ def test_who_vanishes_after_some_packets_have_departed_is_missed_by_all(sites: S
         return crossing.missed
 
     assert sites.together(swap, "ab") == [{"c"}, {"c"}]
+
+
+@pytest.mark.parametrize("misses", ["", "b"])
+def test_an_observer_knows_whether_an_exchange_counts(misses: str) -> None:
+    sites = Sites(NAMES, observers="c")
+    try:
+        waiting = sites.crossings["c"].observe(SIZES)
+
+        def exchange(crossing: Crossing) -> bool:
+            crossing.swap(packets_of(NAMES.index(crossing._site), 1))
+            return crossing.agree(crossing._site != misses, False, bytes(8))[0]
+
+        assert sites.together(exchange, "ab") == [not misses] * 2
+        assert [one.finish() for one in waiting.values()] == [sum(SIZES)] * 2, "all packets have come"
+        deadline = time.monotonic() + (0.3 if misses else 10.0)
+        while not any(one.is_agreed() for one in waiting.values()) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert any(one.is_agreed() for one in waiting.values()) != bool(misses), "else it will be repeated"
+        sites.together(Crossing.close, "ab")
+        while misses and not all(one.has_failed() for one in waiting.values()):
+            assert time.monotonic() < deadline + 10.0
+            time.sleep(0.01)
+    finally:
+        sites.together(Crossing.close)

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a user sees of sites: waits, and the record of a run."""
 
-from typing import Any
-
 import pytest
 
 from ds_hybridep.commands.record import site_table

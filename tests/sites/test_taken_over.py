@@ -8,6 +8,8 @@ import pytest
 import torch
 from torch import nn
 
+from ds_hybridep.codecs import make_codec
+from ds_hybridep.config_codecs import BlockwiseConfig
 from ds_hybridep.integration.site_exchange import SiteExchange
 from ds_hybridep.integration.site_overlap import Departures
 from ds_hybridep.kernels.reference import ReferenceKernels
@@ -81,3 +83,21 @@ def test_local_steps_exchange_the_fragment_of_the_state(fails: bool) -> None:
     torch.testing.assert_close(site.sent.view(torch.float32), torch.full((9,), 1.0))
     assert torch.equal(local.common()[1], before[1]), "after step 6, fragment 0 has its turn, and not fragment 1"
     assert not torch.equal(local.common()[0], before[0])
+
+
+def test_nothing_is_left_of_a_run_whose_optimizer_state_was_not_loaded() -> None:
+    model = nn.Linear(3, 3, bias=False)
+    weight = model.weight.detach()
+    one = OwnedSlice((whole("w", weight.shape),), (weight,), False)
+    site = TakesOver()
+    site._packets = Packets("a", make_codec(BlockwiseConfig(type="int2")), None, torch.float32, HOME)
+    site._packets.encode(one)
+    site._packets.changes.commit()
+    site._local = LocalSteps([one], 2, HOME)
+    site._local.apply(0, [OwnedSlice(one.spans, (torch.ones(3, 3),), False)])
+    weight.fill_(2.0)  # a checkpoint is loaded
+    site.after_load(None, None)
+    assert site._packets.state_dict()["dense"]["sent"] == []
+    state = site._local.state_dict()
+    assert all(not momentum.any() for fragment in state["momentum"] for momentum in fragment)
+    assert all(bool((common == 2.0).all()) for fragment in state["common"] for common in fragment)

@@ -337,7 +337,7 @@ def test_local_steps_keep_common_weights_equal_also_for_a_site_that_comes_back(
     meeting: Meeting, tmp_path: Path
 ) -> None:
     both = block(meeting, tmp_path, sites={"every": 4})
-    options = {"steps": 160, "pause_s": 0.05, "ep_size": 1, "block": both}
+    options = {"steps": 10**6, "until": str(tmp_path / "until"), "pause_s": 0.05, "ep_size": 1, "block": both}
     a = Job(tmp_path, "a", 1, site="a", **options)
     b = Job(tmp_path, "b", 1, site="b", first_rank=1, **options)
     try:
@@ -346,11 +346,12 @@ def test_local_steps_keep_common_weights_equal_also_for_a_site_that_comes_back(
         at = a.step()
         a.wait_for_step(at + 8)
         b = Job(tmp_path, "b again", 1, site="b", first_rank=1, **options)
-        (ours,), (theirs,) = a.records(), b.records()
+        b.wait_for_step(at + 9)
+        (ours,), (theirs,) = end_together(tmp_path, [a, b])
     finally:
         a.kill()
         b.kill()
-    assert sorted(map(int, ours["losses"])) == list(range(160))
+    assert sorted(map(int, ours["losses"])) == list(range(len(ours["losses"])))
     assert theirs["started_at"] > at
     assert ours["common"] == theirs["common"]
     assert ours["weights"] != theirs["weights"], "each site makes its own steps"

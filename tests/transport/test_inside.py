@@ -26,7 +26,7 @@ def agree_often(times: int) -> list[Any]:
 
         return call
 
-    inside, held = Inside(20.0), 0
+    inside, held = Inside(), 0
     flat, own = torch.zeros(2 * inside.size), torch.full((2,), float(inside.rank))
     calls = (
         lambda: inside.gather(["rank", inside.rank]),
