@@ -37,6 +37,7 @@ _MARKS = ("allreduce", "group_name", "ds_zero_placement_family", "ds_zero_partit
 class Adapter:
     """What peft adds to one parameter of a layer's experts."""
 
+    name: str  # of the adapter, "default" by default
     parameter: str
     base: nn.Parameter  # [E, rows, cols]
     originals: tuple[nn.Parameter, nn.Parameter]  # weights of peft's own modules lora_A and lora_B
@@ -52,9 +53,14 @@ class AdaptedExperts(GroupedExperts):  # type: ignore[misc]  # DeepSpeed has no 
 
     is_adapted = True
     scalings: dict[str, float]
+    switch: Any  # an AdapterSwitch
 
     def forward(self, x: Tensor, num_tokens_per_expert: Tensor) -> Tensor:
-        """Return the output rows, [T, D] -> [T, D]."""
+        """Return the output rows, [T, D] -> [T, D]; of the base alone while peft has switched adapters off."""
+        output: Tensor
+        if self.switch.disable_adapters:
+            output = super().forward(x, num_tokens_per_expert)
+            return output
         weights = {name: getattr(self, name) for name in ("w1", "w2", "w3")}
         for parameter, scaling in self.scalings.items():
             lora_a, lora_b = (getattr(self, name) for name in factor_names(parameter))
@@ -63,7 +69,7 @@ class AdaptedExperts(GroupedExperts):  # type: ignore[misc]  # DeepSpeed has no 
                 weights[name] = weights[name] + part
         adapted = copy.copy(self)
         adapted.__dict__["_parameters"] = weights
-        output: Tensor = GroupedExperts.forward(adapted, x, num_tokens_per_expert)
+        output = GroupedExperts.forward(adapted, x, num_tokens_per_expert)
         return output
 
 
@@ -93,6 +99,8 @@ def _adapter_of(name: str, wrapper: Any) -> Adapter:
         f"{len(wrapper.lora_A)} adapters at once": len(wrapper.lora_A) != 1,
         f"target_parameters {parameter!r}, which is none of {sorted(PARTS)}": parameter not in PARTS,
         "merged adapters": wrapper.merged,
+        "an adapter that is not active": not set(wrapper.lora_A) & set(wrapper.active_adapters),
+        "adapters that are switched off": wrapper.disable_adapters,
         "weights that are not fused, [experts, rows, cols]": base.ndim != 3 and not is_partitioned(base),
         "zero.Init (ZeRO-3 in the ds_config before the model is loaded)": is_partitioned(base),
     }
@@ -104,7 +112,8 @@ def _adapter_of(name: str, wrapper: Any) -> Adapter:
     (adapter,) = wrapper.lora_A
     lora_b, lora_a, scaling = wrapper.get_delta_factors(adapter)
     originals = wrapper.lora_A[adapter].weight, wrapper.lora_B[adapter].weight
-    return Adapter(parameter, base, originals, (lora_a.detach(), lora_b.detach()), float(scaling))
+    factors = lora_a.detach(), lora_b.detach()
+    return Adapter(adapter, parameter, base, originals, factors, float(scaling))
 
 
 def put_on(model: nn.Module, taken: Mapping[str, list[Adapter]], sources: Any) -> None:
@@ -118,6 +127,11 @@ def put_on(model: nn.Module, taken: Mapping[str, list[Adapter]], sources: Any) -
             f"{next(iter(taken))}: adapters of experts need DeepSpeed 0.19.7 or newer, which gives its optimizer what "
             f"replaces a parameter; install it, or leave target_parameters out of the LoraConfig"
         )
+    if not taken:
+        return
+    from ds_hybridep.integration.adapter_switch import AdapterSwitch, guard  # here, because it needs peft
+
+    switches = []
     for name, adapters in taken.items():
         layer: Any = model.get_submodule(name)
         if not getattr(type(layer), "_is_autoep_layer", False):
@@ -128,6 +142,8 @@ def put_on(model: nn.Module, taken: Mapping[str, list[Adapter]], sources: Any) -
         experts, own = layer.experts, experts_of(layer, layer.ep_rank)
         experts.__class__ = AdaptedExperts
         experts.scalings = {adapter.parameter: adapter.scaling for adapter in adapters}
+        experts.switch = AdapterSwitch(name, adapters[0].name)
+        switches.append(experts.switch)
         for adapter in adapters:
             _check_layout(name, experts, adapter, own)
             names = factor_names(adapter.parameter)
@@ -143,6 +159,7 @@ def put_on(model: nn.Module, taken: Mapping[str, list[Adapter]], sources: Any) -
         if descriptor is not None:  # what DeepSpeed writes about the layer into checkpoints, for ds_to_universal
             factors = [key for key, _ in _factors_of(layer)]
             layer.expert_placement_descriptor = {**descriptor, "hybridep_factors": factors}
+    guard(model, switches)
 
 
 def load_module_state_dict(

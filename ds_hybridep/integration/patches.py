@@ -8,8 +8,8 @@ Modules are patched, not replaced: parameter names, identities and the gate stay
 and without the block.
 
 Rows with `until` "detach" change one engine, its optimizer or its layers.  Rows with "last detach" change a class that
-all engines of the process share, as long as any engine is attached.  The import hook (`_autoload`) makes the changes
-of rows with "exit": they stay, and leave an engine without the block as it was.  What a row with "AutoEP" names is
+all engines of the process share, as long as any engine is attached.  Those with "exit" stay; most are made by the
+import hook (`_autoload`), and leave an engine without the block as it was.  What a row with "AutoEP" names is
 changed only while AutoEP makes its layers.
 
 Nothing here keeps an engine alive.
@@ -40,6 +40,8 @@ TORCH_CHECKPOINTING = "torch.utils.checkpoint:CheckpointFunction"
 DEEPSPEED_CHECKPOINTING = "deepspeed.runtime.activation_checkpointing.checkpointing:CheckpointFunction"
 TRAINER = "transformers.trainer:Trainer"
 TRANSFORMERS_OUTPUTS = "transformers.utils.output_capturing"
+PEFT_MODEL = "peft.peft_model:PeftModel"
+PEFT_TUNER = "peft.tuners.lora.model:LoraModel"
 
 Until = Literal["AutoEP", "detach", "last detach", "exit"]
 Replacement = Callable[..., Any]  # called with the original first, then with the call's own arguments
@@ -71,6 +73,15 @@ TABLE = (
     Patch(CHECKPOINT, "_lightweight_autoep_metadata", "ds_to_universal learns of adapters", "exit", ("model_state",)),
     Patch(UNIVERSAL, "get_autoep_zero12_expert_param_info", "and takes them along", "exit", _LAYERS),
     Patch(DS_REPORT, "op_report", "ds_report lists the kernels", "exit"),
+    # Of one model whose experts have adapters; see adapter_switch.
+    Patch(PEFT_TUNER, "merge_adapter", "refused: it would merge other adapters only", "exit"),
+    Patch(PEFT_TUNER, "_unload_and_optionally_merge", "refused: the same, for good", "exit"),
+    Patch(PEFT_TUNER, "delete_adapter", "refused: experts would keep theirs", "exit"),
+    Patch(PEFT_TUNER, "inject_adapter", "refused: experts would get no second adapter", "exit"),
+    Patch(PEFT_TUNER, "set_requires_grad", "refused: it would freeze other adapters only", "exit"),
+    Patch(PEFT_TUNER, "set_adapter", "refused for another adapter, which experts do not have", "exit"),
+    Patch(PEFT_TUNER, "_enable_peft_forward_hooks", "refused: one adapter for each sequence", "exit"),
+    Patch(PEFT_MODEL, "load_adapter", "refused: experts would keep theirs", "exit"),
     # While AutoEP makes its layers, from transformers 5.23 on.
     Patch(TRANSFORMERS_OUTPUTS, "_CAN_RECORD_REGISTRY", "AutoEP takes it for a plain dict", "AutoEP", is_method=False),
     # The engine's optimizer step.
@@ -190,7 +201,7 @@ def misfits(rows: tuple[Patch, ...] = TABLE) -> list[str]:
     """Return what rows rely on but the installed DeepSpeed or torch does not have."""
     missing = []
     for row in rows:
-        if row.owner.startswith("transformers.") and row.owner.split(":")[0] not in sys.modules:
+        if row.owner.startswith(("transformers.", "peft.")) and row.owner.split(":")[0] not in sys.modules:
             continue
         method = None
         try:

@@ -3,8 +3,6 @@
 
 import gc
 import importlib.util
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,6 +11,7 @@ from typing import Any
 import deepspeed
 import pytest
 import torch
+from adapted_engines import BOTH, PATTERN, adapted_model, engine_of
 from autoep_cases import SHAPE, case4
 from deepspeed import comm as dist
 from deepspeed.moe.ep_experts import GroupedExperts
@@ -34,48 +33,7 @@ pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("peft") is None, reason="needs peft: '.[hf]'"),
 ]
 
-BOTH = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
-PATTERN = r"base_model\.model\.model\.layers\.\d+\.mlp"
-RANK = 4
-
-
 # -- in the workers ---------------------------------------------------------------------------------------------
-
-
-def adapted_model(case: Case, targets: tuple[str, ...], *, seed: int) -> Any:
-    import peft
-
-    model = model_of(case, seed=seed)
-    model.config.output_router_logits = False  # AutoEP makes its auxiliary loss of other logits than transformers
-    settings = peft.LoraConfig(
-        r=RANK, lora_alpha=3, target_modules=["q_proj"], target_parameters=list(targets), init_lora_weights=False
-    )
-    return peft.get_peft_model(model, settings)
-
-
-@contextmanager
-def engine_of(
-    case: Case, targets: tuple[str, ...], *, with_block: bool, seed: int = 1, load_universal: bool = False
-) -> Iterator[Any]:
-    """With the block expert-parallel; without it every rank has all experts."""
-    use_expert_groups_of(case)
-    model = adapted_model(case, targets, seed=seed)
-    config = case.ds_config(with_block=with_block)
-    config["checkpoint"] = {"load_universal": load_universal}
-    if with_block:
-        config["hybridep"]["advanced"]["verify_interval"] = 1
-        config["expert_parallel"]["moe_layer_pattern"] = PATTERN
-    else:
-        del config["expert_parallel"]
-        config["zero_optimization"] = {"stage": 0}
-    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]  # as the Trainer gives them
-    engine, *_ = deepspeed.initialize(model=model, model_parameters=trainable, config=config)
-    try:
-        yield engine
-    finally:
-        engine.destroy()
-        del engine, model, trainable
-        gc.collect()
 
 
 def factors_of(engine: Any, targets: tuple[str, ...], ep_size: int = 4) -> dict[str, Tensor]:
@@ -317,14 +275,17 @@ def test_a_stage_whose_checkpoints_lose_experts(pool4: ProcessPool) -> None:
     ("settings", "text"),
     [
         ({"merged": True}, "merged adapters"),
+        ({"active_adapters": ["other"]}, "not active"),
+        ({"disable_adapters": True}, "switched off"),
         ({"lora_A": {"one": None, "other": None}}, "2 adapters at once"),
         ({"parameter_name": "gate_up_proj_bias"}, "gate_up_proj_bias"),
         ({"get_param": lambda: torch.zeros(4, 4)}, "not fused"),
     ],
-    ids=["merged", "two", "parameter", "flat"],
+    ids=["merged", "inactive", "off", "two", "parameter", "flat"],
 )
 def test_adapters_that_are_not_carried_over(settings: dict[str, Any], text: str) -> None:
     common = {"parameter_name": "down_proj", "lora_A": {"default": None}, "merged": False}
+    common |= {"active_adapters": ["default"], "disable_adapters": False}
     wrapper = SimpleNamespace(**common | {"get_param": lambda: torch.zeros(2, 4, 4)} | settings)
     with pytest.raises(UnsupportedError, match=f"layers.1.mlp.experts: .*{text}.*target_parameters"):
         expert_adapters._adapter_of("layers.1.mlp.experts", wrapper)

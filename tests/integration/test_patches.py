@@ -43,11 +43,12 @@ def state_of(row: Patch, engine: Any) -> list[Any]:
     return [(name := row.attribute, vars(owner).get(name), name in vars(owner)) for owner in instances]
 
 
-# Of models of transformers, which test_export.py has, and of sites.
+# Of models of transformers, which test_export.py has, of peft, which test_adapters_off.py has, and of sites.
 ELSEWHERE = [
     row
     for row in TABLE
-    if row.attribute
+    if row.owner.startswith("peft.")
+    or row.attribute
     in ("save_16bit_model", "save_pretrained", "save_model", "load_module_state_dict", "reduce_ipg_grads")
 ]
 

@@ -1,0 +1,170 @@
+# SPDX-License-Identifier: Apache-2.0
+"""peft switches off adapters of experts too, and what it cannot do with them it does with no layer."""
+
+import importlib.util
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from adapted_engines import BOTH, engine_of
+from autoep_cases import SHAPE, case4
+from hf_models import hf_loss
+from marks import slow
+from parity import FP32_TOLERANCE, Case, model_of
+from process_pool import ProcessPool
+from training import batch_of, error_of, train
+
+pytestmark = [
+    pytest.mark.dist,
+    pytest.mark.timeout(240),
+    pytest.mark.skipif(importlib.util.find_spec("peft") is None, reason="needs peft: '.[hf]'"),
+]
+
+
+# -- in the workers ---------------------------------------------------------------------------------------------
+
+
+def base_losses(case: Case) -> list[float]:
+    """Of the model without adapters, a loss for each step."""
+    model = model_of(case, seed=1)
+    model.config.output_router_logits = False
+    with torch.no_grad():
+        return [hf_loss(model, *batch_of(case, step)).item() for step in range(case.steps)]
+
+
+def train_with_references(case: Case, *, with_block: bool) -> dict[str, Any]:
+    """Losses of training, and what the model without its adapters said before each step."""
+    losses, references = [], []
+    with engine_of(case, BOTH, with_block=with_block) as engine:
+        for step in range(case.steps):
+            with engine.module.disable_adapter():
+                loss = hf_loss(engine, *batch_of(case, step))
+                assert not loss.requires_grad
+                references.append(loss.item())
+            losses += train(engine, case, step, 1)
+    return {"losses": losses, "references": references}
+
+
+def compare(case: Case) -> dict[str, Any]:
+    with engine_of(case, BOTH, with_block=False) as engine:
+        alone = train(engine, case, 0, case.steps)
+    return {
+        "base": base_losses(case),
+        "alone": alone,
+        "plain": train_with_references(case, with_block=False),
+        "hybrid": train_with_references(case, with_block=True),
+    }
+
+
+def switch_and_look(case: Case) -> dict[str, list[float]]:
+    """Losses of one batch with adapters on and off, in the ways that peft knows."""
+    off, on = [], []
+    with engine_of(case, BOTH, with_block=True) as engine:
+        model = engine.module
+
+        def look() -> float:
+            with torch.no_grad():
+                return hf_loss(model, *batch_of(case, 0)).item()
+
+        train(engine, case, 0, 1)
+        on.append(look())
+        with model.disable_adapter():
+            off.append(look())
+            with model.disable_adapter():
+                off.append(look())
+            off.append(look())
+        on.append(look())
+        with suppress(KeyError), model.disable_adapter():
+            off.append(look())
+            raise KeyError
+        on.append(look())
+        model.base_model.disable_adapter_layers()
+        off.append(look())
+        assert model.get_model_status().enabled is False
+        with model.disable_adapter():
+            off.append(look())
+        off.append(look())
+        model.base_model.enable_adapter_layers()
+        assert model.get_model_status().enabled is True
+        model.set_adapter("default")
+        on.append(look())
+    return {"off": off, "on": on, "base": base_losses(case)[:1]}
+
+
+def refuse(case: Case) -> dict[str, Any]:
+    """Errors of what cannot work, by its name, and names of what it has changed all the same."""
+    import peft
+
+    with engine_of(case, BOTH, with_block=True) as engine:
+        model = engine.module
+        before = {name: value.clone() for name, value in model.state_dict().items()}
+        trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+        config = peft.LoraConfig(target_modules=["v_proj"])
+        calls = {
+            "merge_adapter": (model.merge_adapter,),
+            "merge_and_unload": (model.merge_and_unload,),
+            "unload": (model.unload,),
+            "delete_adapter": (model.delete_adapter, "default"),
+            "add_adapter": (model.add_adapter, "other", config),
+            "load_adapter": (model.load_adapter, "/no/folder", "default"),
+            "set_adapter": (model.base_model.set_adapter, "other"),
+            "set_adapter of some": (model.base_model.set_adapter, ["default", "other"]),
+            "set_requires_grad": (model.set_requires_grad, "default", False),
+        }
+        errors = {name: error_of(*call) for name, call in calls.items()}
+        errors["inference_mode"] = error_of(model.set_adapter, "default", inference_mode=True)
+        names = ["default", "__base__", "default"]
+        errors["adapter_names"] = error_of(model, input_ids=batch_of(case, 0)[0], adapter_names=names)
+        model.unmerge_adapter()  # of a trainer that cleans up after an error
+        now = model.state_dict()
+        changed = [name for name in before.keys() | now.keys() if not same(before.get(name), now.get(name))]
+        assert trained == [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+        assert model.get_model_status().enabled is True
+        return {"errors": errors, "changed": changed, "adapters": list(model.peft_config)}
+
+
+def same(one: Any, other: Any) -> bool:
+    return one is not None and other is not None and torch.equal(one, other)
+
+
+# -- tests ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("sizes", "options"),
+    [
+        ((2, 1), {"zero_stage": 1, "accumulation": 2}),
+        slow((1, 1), {"zero_stage": 1}),
+        slow((2, 2), {}),
+        slow((2, 1), {"zero_stage": 3}),
+        slow((2, 1), {"zero_stage": 1, "hot_experts": 2, "toy": replace(SHAPE, drift=2)}),
+    ],
+    ids=["zero 1", "no domains", "all in one", "zero 3", "hot"],
+)
+def test_a_reference_is_the_base_and_leaves_no_trace(
+    pool4: ProcessPool, sizes: tuple[int, int], options: dict[str, Any]
+) -> None:
+    for found in pool4.run(compare, case=case4("qwen3_moe", *sizes, **options), timeout_s=150.0):
+        for kind in ("plain", "hybrid"):
+            assert found[kind]["references"] == pytest.approx(found["base"], rel=FP32_TOLERANCE)
+            assert found[kind]["losses"] == pytest.approx(found["alone"], rel=FP32_TOLERANCE)
+        assert found["base"] != pytest.approx(found["alone"][:: len(found["alone"]) // 5], rel=1e-3)
+
+
+def test_adapters_go_off_and_on_in_every_way_that_peft_knows(pool4: ProcessPool) -> None:
+    for found in pool4.run(switch_and_look, case=case4("qwen3_moe", 2, 1, zero_stage=1)):
+        assert found["off"] == [found["off"][0]] * 7
+        assert found["off"][0] == pytest.approx(found["base"][0], rel=FP32_TOLERANCE)
+        assert found["on"] == [found["on"][0]] * 4
+        assert found["on"][0] != pytest.approx(found["base"][0], rel=1e-3)
+
+
+def test_what_would_reach_adapters_of_attention_only_is_refused(pool4: ProcessPool) -> None:
+    for found in pool4.run(refuse, case=case4("qwen3_moe", 2, 1, zero_stage=1)):
+        for name, (kind, message) in found["errors"].items():
+            assert kind == "UnsupportedError", name
+            assert "adapters of experts" in message, name
+        assert found["changed"] == []
+        assert found["adapters"] == ["default"]
