@@ -22,12 +22,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from ds_hybridep.errors import (
-    NO_SECOND_DERIVATIVES,
-    GradientNotReturnedError,
-    UnsupportedError,
-    VerificationError,
-)
+from ds_hybridep.errors import NO_SECOND_DERIVATIVES, GradientNotReturnedError, UnsupportedError, VerificationError
 from ds_hybridep.experts.partitioned import take_away
 from ds_hybridep.experts.replicas import Replicas, WeightShipment
 from ds_hybridep.experts.states import Gradients, Weights
@@ -118,6 +113,11 @@ class LayerExperts:
             self.replicas.clear_sums(is_in_use=self.returning is not None)
             on_their_way = Gradients.UNDONE if is_undone else Gradients.DROPPED
             self.gradients = Gradients.EMPTY if self.returning is None else on_their_way
+
+    def undo_return(self) -> None:
+        """Go from RETURNING or DROPPED to UNDONE: `StepChanges.undo` was called."""
+        if self.gradients in (Gradients.RETURNING, Gradients.DROPPED):
+            self.gradients = Gradients.UNDONE
 
     def refuse_changed(self) -> None:
         """Raise VerificationError if torch has counted a write to owned parameters since they were shipped.

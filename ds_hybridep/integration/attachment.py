@@ -13,6 +13,7 @@ The engine owns its attachment, which refers to the engine weakly.  An engine en
 import weakref
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +24,11 @@ from ds_hybridep.adaptive.planner import JobPlanner
 from ds_hybridep.config import HybridEPConfig
 from ds_hybridep.errors import ConfigError
 from ds_hybridep.experts.migration import MigrationManager
+from ds_hybridep.integration.backward import replaces_gradients
 from ds_hybridep.integration.build import Facts, plan_layer
 from ds_hybridep.integration.dense import DenseSync
 from ds_hybridep.integration.log import log_dist, write_json
-from ds_hybridep.integration.patches import MODULE, Patches
+from ds_hybridep.integration.patches import ENGINE, MODULE, Patches
 from ds_hybridep.integration.runtime import EngineStep, HybridRuntime, noticing
 from ds_hybridep.integration.sites import join_sites
 from ds_hybridep.integration.statistics import monitor_events, summarize
@@ -172,6 +174,8 @@ class Attachment(EngineStep):
         """Connect engine and layers to the runtime of the present plan."""
         patches, runtime = Patches(), self.runtime
         self._plan_patches = patches
+        begin = partial(runtime.changes.before_backward, self._undo_replaced)
+        patches.wrap(ENGINE, "_backward_prologue", self.engine, begin)
         for name, hybrid in runtime.layers.items():
             patches.put(MODULE, "_hybridep", self.layers[name], hybrid)
         if runtime.migration.layers:
@@ -187,6 +191,10 @@ class Attachment(EngineStep):
             self.dense = DenseSync(self.engine, runtime.syncs, patches, self.facts.is_boundary)
             runtime.shared_parameters = self.dense.shared_parameters
             self.dense.watch(self.optimizer)
+
+    def _undo_replaced(self) -> None:
+        if replaces_gradients(self.engine, is_boundary=self.facts.is_boundary()):
+            self.runtime.undo_gradients()
 
     def switch(self, config: HybridEPConfig, reason: str) -> None:
         """Switch to other settings; all ranks must call, between two optimizer steps.

@@ -53,13 +53,13 @@ class HybridRuntime:
     ) -> None:
         self.config, self.transport, self.kernels = config, transport, kernels
         self._planned = tuple(planned)
-        self._changes = StepChanges()
+        self.changes = StepChanges()
         waiting = UndeliveredGradients(
             partial(_targets, transport, self._planned, facts.parameters),
             transport.world_size,
             facts.is_boundary,
             facts.loss_scale,
-            self._changes,
+            self.changes,
         )
         self._is_stepping = self._is_committed = False
         self.shared_parameters: Callable[[str], Sequence[Tensor]] = lambda _: ()  # flat, by name of the group
@@ -68,11 +68,11 @@ class HybridRuntime:
         of_dense = replace(encoding_of(config, is_dense=True), loss_scale=facts.loss_scale)
         device = facts.specs[0].sample.device
         self.syncs = {
-            name: GroupSync(transport, ranks, name, of_dense if name == DENSE else encoding, self._changes, device)
+            name: GroupSync(transport, ranks, name, of_dense if name == DENSE else encoding, self.changes, device)
             for name, ranks in sync_groups.items()
         }
         ours = [layer for layer in planned if layer.exchange is not None]
-        builder = Builder(config, transport, kernels, encoding, self._changes, facts.is_boundary)
+        builder = Builder(config, transport, kernels, encoding, self.changes, facts.is_boundary)
         self.layers, self.migration = builder.build(ours)
         self.layer_stats: dict[str, LayerStats] = {name: layer.stats for name, layer in self.layers.items()}
         pairs = [(self.layers[layer.spec.name], layer) for layer in ours]
@@ -80,7 +80,7 @@ class HybridRuntime:
         if self.hot.layers:
             self.migration.before_return = self.hot.send_counts
         self.codecs = CodecState(
-            config, transport, planned, self.migration, waiting, self.syncs, self._changes, self.hot
+            config, transport, planned, self.migration, waiting, self.syncs, self.changes, self.hot
         )
         self.statistics = Statistics(transport, pairs, self.hot, counts_dense=bool(self.syncs))
 
@@ -102,7 +102,7 @@ class HybridRuntime:
         if not self._is_stepping or self._is_committed:
             return False
         self._is_committed = True
-        self._changes.commit()  # first, because it frees what the step needs
+        self.changes.commit()  # first, because it frees what the step needs
         self.migration.remember_sent()
         return True
 
@@ -125,13 +125,13 @@ class HybridRuntime:
         """
         self._is_stepping = self._is_committed = False
         if was_applied:
-            self._changes.commit()
+            self.changes.commit()
         if self.hot.layers and (found := self.hot.after_step(was_applied=was_applied)):
             self.codecs.waiting.add(found)
         if was_applied:
             self.migration.after_step(ships=ships)
         else:
-            self._changes.undo()
+            self.changes.undo()
             self.migration.skip_step()
         self.statistics.num_steps += 1
         self.statistics.step_ends.append(time.monotonic())
@@ -146,8 +146,14 @@ class HybridRuntime:
         # The step calls zero_grad itself, after it has used the gradients.
         is_undone = drops_returned and not self._is_stepping
         if is_undone:
-            self._changes.undo()
+            self.changes.undo()
         self.migration.clear_gradients(is_undone=is_undone)
+
+    def undo_gradients(self) -> None:
+        """Undo what codecs have noted of gradients since the last step: no step will use them."""
+        self.changes.undo()
+        for layer in self.migration.layers:
+            layer.undo_return()
 
     def refresh(self) -> None:
         """Ship all experts' weights again and wait for them; the next gathers of other parameters are exact."""
@@ -323,7 +329,10 @@ class EngineStep:
 
     def _zero_grad(self, original: Callable[..., Any], *args: Any, by_optimizer: bool, **kwargs: Any) -> Any:
         if not self._keeps_reduced and (by_optimizer or not self._has_accumulator):
-            self.clear_gradients()
+            # With False, ZeRO 1 sets `.grad` to zero and keeps what it has accumulated elsewhere.
+            sets_to_none = args[0] if args else kwargs.get("set_to_none", True)
+            if sets_to_none or not getattr(self.engine.optimizer, "use_grad_accum_attribute", False):
+                self.clear_gradients()
         return original(*args, **kwargs)
 
     @property

@@ -29,6 +29,7 @@ class StepChanges:
 
     def __init__(self) -> None:
         self.notes: dict[Any, tuple[Callable[[], None], Callable[[], None]]] = {}
+        self._backward: int | None = None  # autograd's number of the last backward
 
     def __contains__(self, changed: object) -> bool:
         return changed in self.notes
@@ -46,6 +47,17 @@ class StepChanges:
     def undo(self) -> None:
         """Undo all changes: the optimizer step was skipped, or its gradients were dropped."""
         self.undo_of(list(self.notes))
+
+    def before_backward(
+        self, undo_replaced: Callable[[], None], original: Callable[..., Any], *args: Any, **kwargs: Any
+    ) -> Any:
+        """Call `undo_replaced` if a backward begins with changes of an earlier one; then call `original`."""
+        backward = torch._C._current_graph_task_id()  # one backward may begin at the outputs of several forwards
+        if backward != self._backward:
+            self._backward = backward
+            if self.notes:
+                undo_replaced()
+        return original(*args, **kwargs)
 
     def undo_of(self, changed: Iterable[object]) -> None:
         """Undo the changes of these objects only."""

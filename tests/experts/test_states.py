@@ -4,6 +4,7 @@
 from unittest import mock
 
 import pytest
+import torch
 
 from ds_hybridep.errors import GradientNotReturnedError
 from ds_hybridep.experts import migration
@@ -93,6 +94,22 @@ def test_what_codecs_note_of_dropped_gradients_is_undone_where_the_drop_was(
     assert list(changes.notes) == (["of another layer"] if is_undone else ["own", "of another layer"])
 
 
+@pytest.mark.parametrize("is_dropped", [False, True])
+def test_a_return_on_its_way_can_still_be_undone(layer: LayerExperts, is_dropped: bool) -> None:
+    layer.undo_return()
+    assert layer.gradients is Gradients.EMPTY
+    layer.add_gradients([])
+    layer.undo_return()
+    assert layer.gradients is Gradients.ACCUMULATING
+    layer.start_return(ReturnHandle())
+    if is_dropped:
+        layer.drop_gradients(is_undone=False)
+    layer.undo_return()
+    assert layer.gradients is Gradients.UNDONE
+    layer.finish_dropped()
+    assert layer.gradients is Gradients.EMPTY
+
+
 def test_dropping_nothing_touches_nothing(layer: LayerExperts) -> None:
     layer.drop_gradients(is_undone=True)
     assert layer.gradients is Gradients.EMPTY
@@ -119,3 +136,19 @@ def test_only_the_first_change_of_a_step_is_undone_and_none_after_an_applied_one
     changes.commit()
     changes.undo()
     assert undone == ["first"]
+
+
+def test_changes_are_undone_at_most_once_in_a_backward() -> None:
+    changes, found = StepChanges(), []
+
+    def begin(gradient: torch.Tensor) -> None:
+        changes.before_backward(lambda: found.append("undone"), found.append, "began")
+        changes.note("encoder", lambda: None)
+
+    for _ in range(2):
+        x = torch.ones(1, requires_grad=True)
+        outputs = x * 2, x * 3
+        for output in outputs:
+            output.register_hook(begin)
+        sum(outputs).backward()
+    assert found == ["began", "began", "undone", "began", "began"]

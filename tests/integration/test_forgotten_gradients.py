@@ -2,20 +2,23 @@
 """Gradients that somebody forgets, and parameters that somebody changes, behind the engine's back."""
 
 from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
+from deepspeed.accelerator import get_accelerator
 from marks import slow
-from parity import Case
+from parity import Case, loss_of
 from process_pool import ProcessPool
 from torch import nn
 from training import (
     COARSE,
     Engine,
     batch_of,
+    block_of,
     block_with,
     close_to,
     engine_of,
@@ -28,7 +31,8 @@ from training import (
 )
 
 import ds_hybridep
-from ds_hybridep.errors import VerificationError
+from ds_hybridep.errors import UnsupportedError, VerificationError
+from ds_hybridep.integration.backward import replaces_gradients
 from ds_hybridep.integration.runtime import HybridRuntime
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(120)]
@@ -85,6 +89,76 @@ def drop_after_a_step(case: Case) -> dict[str, bool]:
             "changed by the backward": not all(map(torch.equal, before, returned)),
             "as before": all(map(torch.equal, before, after)),
         }
+
+
+def zero_in_place(engine: Engine) -> None:
+    engine.optimizer.zero_grad(set_to_none=False)
+
+
+DROPS: dict[str, Callable[[Engine], None]] = {
+    "nothing": lambda engine: None,
+    "engine.zero_grad()": lambda engine: engine.zero_grad(),
+    "optimizer.zero_grad()": lambda engine: engine.optimizer.zero_grad(),
+    "optimizer.zero_grad(set_to_none=False)": zero_in_place,
+}
+NO_CHANGE = {"type": "SGD", "params": {"lr": 0.0}}  # of weights: gradients depend on the batch alone
+
+
+def spike(engine: Engine, case: Case, how: str) -> None:
+    """Micro-steps up to an optimizer step that is left out, and another one instead of the last."""
+    for micro_step in range(case.accumulation):
+        engine.backward(loss_of(engine, case, *batch_of(case, 7, micro_step)))
+        if micro_step < case.accumulation - 1:
+            engine.step()
+    DROPS[how](engine)
+    engine.backward(loss_of(engine, case, *batch_of(case, 8)))
+    engine.step()
+
+
+def spikes(engine: Engine, case: Case, how: str, exactly: Callable[[], None]) -> None:
+    """A spike with residuals in use, and one while what another plan has handed over waits for the next gradients."""
+    train(engine, case, 0, 2)
+    spike(engine, case, how)
+    train(engine, case, 2, 1)
+    exactly()
+    spike(engine, case, how)
+
+
+def zero_between_micro_steps(engine: Engine, case: Case, how: str, exactly: Callable[[], None]) -> None:
+    for step in range(2):
+        for micro_step in range(case.accumulation):
+            engine.backward(loss_of(engine, case, *batch_of(case, step, micro_step)))
+            if micro_step < case.accumulation - 1:
+                DROPS[how](engine)
+            if engine.managed_gradient_accumulation() or micro_step == case.accumulation - 1:
+                engine.step()
+    exactly()
+    train(engine, case, 3, 2)
+
+
+def sums_applied(
+    case: Case, script: Callable[..., None], how: str, config: dict[str, Any] | None = None
+) -> dict[str, float]:
+    """How far the sums of the gradients that the optimizer gets are from those of DeepSpeed alone, relative."""
+    runs = []
+    for codecs in ([("identity", COARSE)], None):
+        sums: dict[int, torch.Tensor] = {}
+
+        def add(optimizer: torch.optim.Optimizer, *_: Any, sums: dict[int, torch.Tensor] = sums) -> None:
+            for parameter in (one for group in optimizer.param_groups for one in group["params"]):
+                if parameter.grad is not None:
+                    sums[id(parameter)] = sums.get(id(parameter), 0) + parameter.grad.double()
+
+        block = block_with(case, codecs) if codecs else None
+        settings = {"hybridep": block, "optimizer": NO_CHANGE, **(config or {})}
+        can_fp16 = mock.patch.object(type(get_accelerator()), "is_fp16_supported", return_value=True)
+        with can_fp16, engine_of(case, with_block=codecs is not None, **settings) as engine:
+            engine.basic_optimizer.register_step_pre_hook(add)
+            exact = partial(ds_hybridep.replan, engine, block_of(case)) if codecs else int
+            script(engine, case, how, exact)
+        runs.append(list(sums.values()))
+    apart = sum(float((one - other).square().sum()) for one, other in zip(*runs, strict=True))
+    return {"apart": (apart / sum(float(one.square().sum()) for one in runs[1])) ** 0.5}
 
 
 def fail_in_a_backward(case: Case) -> dict[str, Any]:
@@ -157,6 +231,69 @@ def test_residuals_of_dropped_gradients_come_back_after_a_step_too(pool2: Proces
 def test_residuals_stay_spent_where_zero_2_keeps_what_it_has_reduced(pool2: ProcessPool) -> None:
     for found in pool2.run(drop_after_a_step, case=world2(zero_stage=2)):
         assert found == {"are there": True, "changed by the backward": True, "as before": False}
+
+
+FP16 = {"fp16": {"enabled": True, "loss_scale": 64.0}, "data_types": {"grad_accum_dtype": "fp32"}}
+KINDS = [
+    {"zero_stage": 1, "accumulation": 2},
+    {"zero_stage": 2},
+    slow({"zero_stage": 1}),
+    slow({"zero_stage": 2, "accumulation": 2}),
+    {"zero_stage": 3, "family": "mixtral"},
+]
+
+
+@pytest.mark.parametrize("how", DROPS)
+@pytest.mark.parametrize("options", KINDS, ids=str)
+def test_sums_are_exact_where_a_step_is_left_out(pool2: ProcessPool, options: dict[str, Any], how: str) -> None:
+    for found in pool2.run(sums_applied, case=world2(**options), script=spikes, how=how):
+        assert found["apart"] < 1e-5
+
+
+@pytest.mark.parametrize("zero_stage", [1, 2])
+def test_sums_are_exact_where_gradients_of_a_step_that_is_left_out_are_kept(
+    pool2: ProcessPool, zero_stage: int
+) -> None:
+    case = world2(zero_stage=zero_stage)
+    for found in pool2.run(sums_applied, case=case, script=spikes, how="optimizer.zero_grad()", config=FP16):
+        assert found["apart"] < 1e-3
+
+
+@pytest.mark.parametrize(
+    ("options", "how", "config", "tolerance"),
+    [
+        (
+            {"zero_stage": 3, "family": "mixtral"},
+            "optimizer.zero_grad()",
+            {"managed_gradient_accumulation": False},
+            1e-5,
+        ),
+        ({"zero_stage": 1}, "optimizer.zero_grad(set_to_none=False)", FP16, 1e-3),
+        ({"zero_stage": 1}, "optimizer.zero_grad()", FP16, 1e-3),
+        ({"zero_stage": 1}, "optimizer.zero_grad(set_to_none=False)", {}, 1e-5),
+    ],
+    ids=str,
+)
+def test_sums_are_exact_where_zero_grad_is_called_in_an_accumulation(
+    pool2: ProcessPool, options: dict[str, Any], how: str, config: dict[str, Any], tolerance: float
+) -> None:
+    case, script = world2(accumulation=2, **options), zero_between_micro_steps
+    for found in pool2.run(sums_applied, case=case, script=script, how=how, config=config):
+        assert found["apart"] < tolerance
+
+
+def test_gradients_of_which_deepspeed_replaces_only_some_are_refused() -> None:
+    """Muon's parameter groups are replaced, others are added to."""
+    engine: Any = mock.Mock(global_rank=1)
+    engine.zero_optimization_stage.return_value = 1
+    flat = mock.Mock(flat_partition=torch.zeros(1))
+    for averaged, is_replaced in (({}, False), ({0: None}, False), ({0: flat}, False), ({0: [], 1: None}, True)):
+        engine.optimizer.averaged_gradients = averaged
+        assert replaces_gradients(engine, is_boundary=True) == is_replaced
+    engine.optimizer.averaged_gradients = {0: [], 1: flat}
+    with pytest.raises(UnsupportedError, match="rank 1: engine.step.. was left out.*call engine.step"):
+        replaces_gradients(engine, is_boundary=True)
+    assert not replaces_gradients(engine, is_boundary=False)
 
 
 def test_a_backward_that_fails_and_is_dropped_loses_no_later_gradients(pool2: ProcessPool) -> None:
