@@ -349,9 +349,9 @@ def is_in_backward() -> bool:
 def _prefetch(layer: LayerExperts) -> tuple[ReturnHandle, tuple[Tensor, ...]]:
     handle, own = ReturnHandle(), layer.replicas.own
     away = own.stand_in()
-    aliases = _Prefetch.apply(layer, handle, *own.parameters())
-    if away:
-        take_away(away)
+    # The tensor that is always trained: if only some ranks have frozen their experts, all must run the backward.
+    aliases = _Prefetch.apply(layer, handle, torch.empty(0, requires_grad=True), *own.parameters())
+    take_away(away)
     return handle, aliases
 
 
@@ -359,9 +359,9 @@ class _Prefetch(Function):
     """Identity on the owned parameters; its backward waits for the other ranks' gradients and adds them."""
 
     @staticmethod
-    def forward(ctx: Any, layer: LayerExperts, handle: ReturnHandle, *parameters: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, layer: LayerExperts, handle: ReturnHandle, _: Tensor, *own: Tensor) -> tuple[Tensor, ...]:
         ctx.layer, ctx.handle = layer, handle
-        return tuple(parameter.detach() for parameter in parameters)
+        return tuple(parameter.detach() for parameter in own)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
@@ -371,12 +371,12 @@ class _Prefetch(Function):
         if away := ctx.layer.replicas.own.stand_in():
             torch.autograd.Variable._execution_engine.queue_callback(partial(take_away, away))
         if ctx.handle.operation is None:  # not the accumulation boundary: the owner's own part only
-            return None, None, *gradients
+            return None, None, None, *gradients
         with profiler_range("prefetch_backward", ctx.layer.replicas.layer):
             returned = ctx.layer.finish_return(ctx.handle)
             ctx.handle.operation = ctx.handle.collected = None  # the graph may live on
             summed = [other.add_(own).to(own.dtype) for own, other in zip(gradients, returned, strict=True)]
-            return None, None, *summed
+            return None, None, None, *summed
 
 
 class _Acquire(Function):
