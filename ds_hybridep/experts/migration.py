@@ -31,6 +31,7 @@ from ds_hybridep.errors import (
 from ds_hybridep.experts.partitioned import take_away
 from ds_hybridep.experts.replicas import Replicas, WeightShipment
 from ds_hybridep.experts.states import Gradients, Weights
+from ds_hybridep.sync.backward import refuse_partial
 from ds_hybridep.sync.transfers import Reduce, StagePipeline
 from ds_hybridep.transport.channels import Purpose, Transport, profiler_range
 
@@ -41,6 +42,7 @@ class ReturnHandle:
 
     operation: Reduce | None = None
     collected: list[Tensor] | None = None
+    always: Tensor = field(default_factory=partial(torch.empty, 0, requires_grad=True))  # is trained on all ranks
 
 
 @dataclass
@@ -61,7 +63,7 @@ class LayerExperts:
         """Go from any state to SHIPPING.  Does not block."""
         self.shipment = WeightShipment(self.replicas, is_exact=is_exact)
         self.shipment.load()
-        self.versions = self._versions()
+        self.versions = self.replicas.own.versions()
         self.weight_pipeline.start(self.shipment)
         self.weights = Weights.SHIPPING
 
@@ -124,18 +126,12 @@ class LayerExperts:
 
         Misses writes to `parameter.data` or to a flat buffer, and all writes under ZeRO-3.
         """
-        if self.weights in (Weights.SHIPPING, Weights.FRESH) and self.versions != self._versions():
+        if self.weights in (Weights.SHIPPING, Weights.FRESH) and self.versions != self.replicas.own.versions():
             # The other ranks do not know of the write: a shipment that this rank starts alone would never end.
             raise VerificationError(
                 f"{self.replicas.layer}: parameters of this rank's experts were changed outside engine.step() and "
                 f"loading, so their replicas are old; call ds_hybridep.refresh(engine) on all ranks after that"
             )
-
-    def _versions(self) -> list[tuple[int, int]]:
-        """Return values that change when torch writes to an owned parameter, or when its memory is replaced."""
-        if self.replicas.own.is_partitioned:
-            return []
-        return [(p._version, p.data_ptr()) for expert in self.replicas.own.experts for p in expert.parameters()]
 
     def release(self) -> None:
         """Go from any state to RELEASED.  Frees memory that an earlier graph, which a layer may keep, would hold."""
@@ -228,6 +224,9 @@ class MigrationManager:
 
     def take_gradients(self, layer: LayerExperts, handle: ReturnHandle, gradients: Sequence[Tensor]) -> None:
         """Add replica gradients to the sums; at the boundary start their return."""
+        is_lossy = (feedback := layer.replicas.feedback) is not None and feedback.gradients.is_lossy
+        if is_lossy or layer.gradients is Gradients.ACCUMULATING or not self._is_boundary():
+            refuse_partial(layer.replicas.layer, handle.always)  # what waits must be for the optimizer step
         layer.add_gradients(gradients)
         handle.operation = None
         if self._is_boundary():
@@ -349,9 +348,10 @@ def is_in_backward() -> bool:
 def _prefetch(layer: LayerExperts) -> tuple[ReturnHandle, tuple[Tensor, ...]]:
     handle, own = ReturnHandle(), layer.replicas.own
     away = own.stand_in()
-    # The tensor that is always trained: if only some ranks have frozen their experts, all must run the backward.
-    aliases = _Prefetch.apply(layer, handle, torch.empty(0, requires_grad=True), *own.parameters())
-    take_away(away)
+    # If only some ranks have frozen their experts, all must run the backward.
+    aliases = _Prefetch.apply(layer, handle, handle.always, *own.parameters())
+    if away:
+        take_away(away)
     return handle, aliases
 
 
