@@ -26,6 +26,7 @@ from ds_hybridep.errors import NO_SECOND_DERIVATIVES, GradientNotReturnedError, 
 from ds_hybridep.experts.partitioned import take_away
 from ds_hybridep.experts.replicas import Replicas, WeightShipment
 from ds_hybridep.experts.states import Gradients, Weights
+from ds_hybridep.sync.backward import refuse_partial
 from ds_hybridep.sync.transfers import Reduce, StagePipeline
 from ds_hybridep.transport.channels import Purpose, Transport, profiler_range
 
@@ -36,6 +37,7 @@ class ReturnHandle:
 
     operation: Reduce | None = None
     collected: list[Tensor] | None = None
+    always: Tensor = field(default_factory=partial(torch.empty, 0, requires_grad=True))  # is trained on all ranks
 
 
 @dataclass
@@ -56,7 +58,7 @@ class LayerExperts:
         """Go from any state to SHIPPING.  Does not block."""
         self.shipment = WeightShipment(self.replicas, is_exact=is_exact)
         self.shipment.load()
-        self.versions = self._versions()
+        self.versions = self.replicas.own.versions()
         self.weight_pipeline.start(self.shipment)
         self.weights = Weights.SHIPPING
 
@@ -124,18 +126,12 @@ class LayerExperts:
 
         Misses writes to `parameter.data` or to a flat buffer, and all writes under ZeRO-3.
         """
-        if self.weights in (Weights.SHIPPING, Weights.FRESH) and self.versions != self._versions():
+        if self.weights in (Weights.SHIPPING, Weights.FRESH) and self.versions != self.replicas.own.versions():
             # The other ranks do not know of the write: a shipment that this rank starts alone would never end.
             raise VerificationError(
                 f"{self.replicas.layer}: parameters of this rank's experts were changed outside engine.step() and "
                 f"loading, so their replicas are old; call ds_hybridep.refresh(engine) on all ranks after that"
             )
-
-    def _versions(self) -> list[tuple[int, int]]:
-        """Return values that change when torch writes to an owned parameter, or when its memory is replaced."""
-        if self.replicas.own.is_partitioned:
-            return []
-        return [(p._version, p.data_ptr()) for expert in self.replicas.own.experts for p in expert.parameters()]
 
     def release(self) -> None:
         """Go from any state to RELEASED.  Frees memory that an earlier graph, which a layer may keep, would hold."""
@@ -228,6 +224,9 @@ class MigrationManager:
 
     def take_gradients(self, layer: LayerExperts, handle: ReturnHandle, gradients: Sequence[Tensor]) -> None:
         """Add replica gradients to the sums; at the boundary start their return."""
+        is_lossy = (feedback := layer.replicas.feedback) is not None and feedback.gradients.is_lossy
+        if is_lossy or layer.gradients is Gradients.ACCUMULATING or not self._is_boundary():
+            refuse_partial(layer.replicas.layer, handle.always)  # what waits must be for the optimizer step
         layer.add_gradients(gradients)
         handle.operation = None
         if self._is_boundary():
@@ -349,7 +348,8 @@ def is_in_backward() -> bool:
 def _prefetch(layer: LayerExperts) -> tuple[ReturnHandle, tuple[Tensor, ...]]:
     handle, own = ReturnHandle(), layer.replicas.own
     away = own.stand_in()
-    aliases = _Prefetch.apply(layer, handle, *own.parameters())
+    # If only some ranks have frozen their experts, all must run the backward.
+    aliases = _Prefetch.apply(layer, handle, handle.always, *own.parameters())
     if away:
         take_away(away)
     return handle, aliases
@@ -359,9 +359,9 @@ class _Prefetch(Function):
     """Identity on the owned parameters; its backward waits for the other ranks' gradients and adds them."""
 
     @staticmethod
-    def forward(ctx: Any, layer: LayerExperts, handle: ReturnHandle, *parameters: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, layer: LayerExperts, handle: ReturnHandle, _: Tensor, *own: Tensor) -> tuple[Tensor, ...]:
         ctx.layer, ctx.handle = layer, handle
-        return tuple(parameter.detach() for parameter in parameters)
+        return tuple(parameter.detach() for parameter in own)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
@@ -371,12 +371,12 @@ class _Prefetch(Function):
         if away := ctx.layer.replicas.own.stand_in():
             torch.autograd.Variable._execution_engine.queue_callback(partial(take_away, away))
         if ctx.handle.operation is None:  # not the accumulation boundary: the owner's own part only
-            return None, None, *gradients
+            return None, None, None, *gradients
         with profiler_range("prefetch_backward", ctx.layer.replicas.layer):
             returned = ctx.layer.finish_return(ctx.handle)
             ctx.handle.operation = ctx.handle.collected = None  # the graph may live on
             summed = [other.add_(own).to(own.dtype) for own, other in zip(gradients, returned, strict=True)]
-            return None, None, *summed
+            return None, None, None, *summed
 
 
 class _Acquire(Function):

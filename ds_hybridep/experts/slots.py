@@ -217,6 +217,12 @@ class OwnSlot:
         shaped = [one.detach().reshape(-1, *piece.shape) for one in held]
         return shaped[0] if len(shaped) == 1 else torch.cat(shaped)
 
+    def versions(self) -> list[tuple[int, int]]:
+        """Return values that change when torch writes to a parameter, or when its memory is replaced."""
+        if self.is_partitioned:
+            return []
+        return [(p._version, p.data_ptr()) for expert in self.experts for p in expert.parameters()]
+
     # -- the slot ------------------------------------------------------------------------------------------------
 
     @property

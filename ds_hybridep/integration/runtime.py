@@ -236,14 +236,18 @@ class HybridRuntime:
 def _targets(
     transport: Transport, planned: Sequence[PlannedLayer], parameters: Callable[[], Iterable[tuple[str, nn.Parameter]]]
 ) -> dict[str, Target]:
-    """Return this rank's parameters by their names in its model; its experts' are parts of their stacks."""
+    """Return this rank's parameters by their names in its model; its experts' are parts of their stacks.
+
+    A parameter of experts that several layers share is a part of the stack of each of them.
+    """
     targets = [one for layer in planned for one in layer.targets(transport.rank, transport.world_size)]
     of_experts = {id(one.parameter): one for one in targets}
     found = {
-        name: of_experts.pop(id(parameter), Target(name, 0, full_shape(parameter).numel(), parameter))
+        name: of_experts.get(id(parameter)) or Target(name, 0, full_shape(parameter).numel(), parameter)
         for name, parameter in parameters()
     }
-    return found | {f"{one.name} {one.start}": one for one in of_experts.values()}
+    named = set(found.values())
+    return found | {f"{one.name} {one.start}": one for one in targets if one not in named}
 
 
 class EngineStep:

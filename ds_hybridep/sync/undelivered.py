@@ -27,6 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ds_hybridep.sync.backward import accumulates
 from ds_hybridep.sync.gradients import StepChanges, residual_of
 from ds_hybridep.sync.messages import PacketPart, Piece
 from ds_hybridep.sync.transfers import Slots
@@ -167,8 +168,8 @@ class UndeliveredGradients:
         return waiting
 
     def _add_to(self, waiting: _Waiting, gradient: Tensor) -> Tensor | None:
-        if waiting.is_added or not self._is_boundary():
-            return None
+        if waiting.is_added or not self._is_boundary() or not accumulates(waiting.target.parameter):
+            return None  # torch.autograd.grad, for one, returns a gradient that no step uses
         waiting.is_added = True
         undo = partial(setattr, waiting, "is_added", False)
         scale = self._num_ranks * self._loss_scale()

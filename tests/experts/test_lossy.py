@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -13,8 +14,9 @@ from codec_cases import make_codec
 from deepspeed import comm as dist
 from estimate import needs_of_model
 from marks import slow
-from parity import Case, levels_of, merged
+from parity import Case, levels_of, merged, model_of
 from process_pool import ProcessPool
+from torch import nn
 from toy_model import ToyConfig
 from training import (
     COARSE,
@@ -23,6 +25,7 @@ from training import (
     Engine,
     batch_of,
     block_with,
+    close_to,
     engine_of,
     error_of,
     migration_of,
@@ -181,6 +184,29 @@ def load_twice(case: Case, codecs: Codecs, folder: str) -> dict[str, Any]:
         ds_hybridep.replan(engine, merged(case.ds_config(with_block=True)["hybridep"], block_with(case, other)))
         found["replanned"] = undelivered_of(engine)
     return found
+
+
+def with_shared_experts(case: Case, *, seed: int) -> nn.Module:
+    """The case's model, both layers of which have the experts of the first, and gates of their own."""
+    model = model_of(case, seed=seed)
+    first, second = moe_layers(model)
+    second.experts = first.experts
+    return model
+
+
+def load_twice_with_shared_experts(case: Case, codecs: Codecs, folder: str) -> dict[str, Any]:
+    with mock.patch("training.model_of", with_shared_experts):
+        return load_twice(case, codecs, folder)
+
+
+def losses_with_shared_experts(cases: list[Case]) -> list[list[float]]:
+    """Losses of unmodified DeepSpeed, then those under each case's block."""
+    with mock.patch("training.model_of", with_shared_experts):
+        losses = []
+        for case, with_block in [(cases[0], False), *((one, True) for one in cases)]:
+            with engine_of(case, with_block=with_block) as engine:
+                losses.append(train(engine, case, 0, 3))
+        return losses
 
 
 def undelivered_of(engine: Engine) -> float:
@@ -418,7 +444,27 @@ def test_a_checkpoint_of_before_the_first_step(pool4: ProcessPool, tmp_path: Pat
 @pytest.mark.parametrize("ep_size", [2, slow(4)])
 def test_residuals_are_handed_over_once(pool4: ProcessPool, tmp_path: Path, ep_size: int) -> None:
     case = world4(*((2, 2) if ep_size == 4 else (1, 2)), toy=ToyConfig(ep_size=ep_size))
-    results = pool4.run(load_twice, case=case, codecs=[("int4", COARSE)] * 2, folder=str(tmp_path))
+    assert_handed_over_once(pool4.run(load_twice, case=case, codecs=[("int4", COARSE)] * 2, folder=str(tmp_path)))
+
+
+@pytest.mark.parametrize("ep_size", [4, slow(2)])
+def test_residuals_of_layers_that_share_experts_are_handed_over_once(
+    pool4: ProcessPool, tmp_path: Path, ep_size: int
+) -> None:
+    case = world4(*((2, 2) if ep_size == 4 else (1, 2)), toy=ToyConfig(ep_size=ep_size))
+    codecs: Codecs = [("int4", COARSE)] * 2
+    results = pool4.run(load_twice_with_shared_experts, case=case, codecs=codecs, folder=str(tmp_path))
+    assert_handed_over_once(results)
+
+
+@pytest.mark.parametrize("zero_stage", [slow(0), 2])
+def test_layers_that_share_experts(pool4: ProcessPool, zero_stage: int) -> None:
+    cases = [world4(*sizes, zero_stage=zero_stage, accumulation=2) for sizes in ((1, 1), (2, 1), (2, 2))]
+    for plain, *others in pool4.run(losses_with_shared_experts, cases=cases):
+        assert others == [close_to(plain)] * 3
+
+
+def assert_handed_over_once(results: list[dict[str, Any]]) -> None:
     names = ("saved", "once", "twice", "again", "module only", "replanned")
     saved, once, twice, again, module_only, replanned = (sum(found[name] for found in results) for name in names)
     assert abs(saved) > 1e-3

@@ -708,6 +708,41 @@ def test_experts_of_which_only_some_parameters_train(
     assert_rules(pool4, [rule])
 
 
+def freeze_for_a_while(trainer: Trainer, ranks: Sequence[int]) -> None:
+    """These ranks freeze their experts after the first step, and train them again in the last."""
+    experts = [p for name, p in trainer.engine.module.named_parameters() if ".experts." in name]
+    for step in range(trainer.case.steps):
+        for parameter in experts if dist.get_rank() in ranks else ():
+            parameter.requires_grad_(step in (0, trainer.case.steps - 1))
+        for micro_step in range(trainer.case.accumulation):
+            trainer.micro_step(step, micro_step)
+
+
+def freeze_rank_1(trainer: Trainer) -> None:
+    freeze_for_a_while(trainer, ranks=(1,))
+
+
+def freeze_all_ranks(trainer: Trainer) -> None:
+    freeze_for_a_while(trainer, ranks=(0, 1))
+
+
+@pytest.mark.parametrize(
+    ("script", "options", "checkpointing"),
+    [
+        (freeze_rank_1, {"accumulation": 2}, None),
+        slow(freeze_rank_1, {"zero_stage": 2}, "reentrant"),
+        slow(freeze_rank_1, {"hot_experts": 4, "hot_level": 0}, None),
+        slow(freeze_all_ranks, {"zero_stage": 1}, None),
+    ],
+)
+def test_experts_that_some_ranks_freeze_after_the_start(
+    pool2: ProcessPool, script: Script, options: dict[str, Any], checkpointing: str | None
+) -> None:
+    toy = ToyConfig(routing="by_token", drift=4, drop_tokens=False)  # few experts get all tokens, so some are hot
+    case = _case(levels=levels_of((2,), (1 if "hot_level" in options else 2,)), toy=toy, steps=4, **options)
+    assert_rules(pool2, [Rule(case=case, script=script, checkpointing=checkpointing)])
+
+
 @pytest.mark.slow  # test_parity.py has such ranks
 def test_a_rank_whose_experts_get_no_token(pool4: ProcessPool) -> None:
     toy = ToyConfig(starved_experts=(2, 3))

@@ -16,6 +16,7 @@ from process_pool import ProcessPool
 from torch import nn
 from training import (
     COARSE,
+    Codecs,
     Engine,
     batch_of,
     block_of,
@@ -207,6 +208,29 @@ def swap_for_evaluation(case: Case, how: str) -> dict[str, Any]:
         return found
 
 
+def gradients_asked_for(case: Case, codecs: Codecs) -> dict[bool, tuple[list[float], list[Any]]]:
+    """By `with_block`: losses, and before each backward the sum of what `torch.autograd.grad` says, or its error."""
+    found: dict[bool, tuple[list[float], list[Any]]] = {}
+    for with_block in (False, True):
+        block = block_with(case, codecs) if with_block else None
+        with engine_of(case, with_block=with_block, hybridep=block) as engine:
+            experts = [p for layer in moe_layers(engine.module) for p in layer.experts.parameters()]
+            losses, asked = found[with_block] = [], []
+            for step in range(3):
+                for micro_step in range(case.accumulation):
+                    # Not through the engine, which lets nobody but itself run a backward under ZeRO 0.
+                    loss = engine.module(*batch_of(case, step, micro_step))
+                    losses.append(loss.item())
+                    try:
+                        given = torch.autograd.grad(loss, experts, retain_graph=True)
+                        asked.append(sum(float(one.double().abs().sum()) for one in given))
+                    except UnsupportedError as error:
+                        asked.append(str(error))
+                    engine.backward(loss)
+                    engine.step()
+    return found
+
+
 # -- the tests --------------------------------------------------------------------------------------------------
 
 
@@ -324,3 +348,24 @@ def test_a_verification_that_fails_opens_no_step() -> None:
     with mock.patch.object(HybridRuntime, "verify"):
         runtime.before_step()
     assert runtime._is_stepping
+
+
+@pytest.mark.parametrize(
+    ("codec", "accumulation", "zero_stage"),
+    [("identity", 1, 0), ("identity", 2, 0), slow("identity", 2, 2), ("int8", 1, 0)],
+)
+def test_gradients_of_experts_that_autograd_returns_are_right_or_refused(
+    pool2: ProcessPool, codec: str, accumulation: int, zero_stage: int
+) -> None:
+    case = world2(accumulation=accumulation, zero_stage=zero_stage, optimizer="sgd")
+    for found in pool2.run(gradients_asked_for, case=case, codecs=[("identity", codec)]):
+        (plain_losses, plain_asked), (losses, asked) = found[False], found[True]
+        if (codec, accumulation) == ("identity", 1):
+            assert asked == close_to(plain_asked)
+        else:
+            assert len(asked) == 3 * accumulation
+            assert all("blocks.1.moe.deepspeed_moe: torch.autograd.grad" in str(one) for one in asked)
+        if codec == "identity":
+            assert losses == close_to(plain_losses)
+        else:
+            assert losses == pytest.approx(plain_losses, rel=1e-3)

@@ -222,6 +222,16 @@ def test_undelivered_gradients_are_added_once_where_they_belong() -> None:
     assert not any(gradient.any() for gradient in parameters.gradients())
 
 
+def test_undelivered_gradients_wait_for_a_backward_that_accumulates() -> None:
+    parameters = Parameters()
+    parameters.undelivered.add([Undelivered("a", 0, torch.ones(40)), Undelivered("moe w", 16, torch.ones(16))])
+    both = (parameters.dense, parameters.expert)
+    for asked in (both, both[:1]):
+        found = torch.autograd.grad(parameters.dense.sum() + parameters.expert.sum(), asked)
+        assert all(map(torch.equal, found, map(torch.ones_like, asked)))
+    assert all(bool((gradient == 8).all()) for gradient in parameters.gradients())
+
+
 @pytest.mark.parametrize("is_ours", [True, False])
 def test_residuals_of_a_file_go_to_one_rank_and_those_of_experts_to_their_owners(is_ours: bool) -> None:
     """As parts of a mean, so that they fit another number of ranks; residuals of experts are parts of sums."""
