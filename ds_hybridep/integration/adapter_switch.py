@@ -82,9 +82,11 @@ def guard(model: nn.Module, switches: Iterable[AdapterSwitch]) -> None:
             changed.put(owner, method, module, partial(_refuse, switch.layer, what, instead))
 
 
-def _set_adapter(switch: AdapterSwitch, original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
-    switch.set_adapter(*args, **kwargs)
-    original(*args, **kwargs)
+def _set_adapter(
+    switch: AdapterSwitch, original: Callable[..., None], adapter_name: Any, inference_mode: bool = False
+) -> None:
+    switch.set_adapter(adapter_name, inference_mode)
+    original(adapter_name, inference_mode)
 
 
 def _enable_hooks(switch: AdapterSwitch, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -175,7 +175,7 @@ class Attachment(EngineStep):
         patches, runtime = Patches(), self.runtime
         self._plan_patches = patches
         begin = partial(runtime.changes.before_backward, self._undo_replaced)
-        patches.wrap(ENGINE, "_backward_prologue", self.engine, begin)
+        patches.wrap(ENGINE, "_backward_prologue_per_tensor", self.engine, begin)
         for name, hybrid in runtime.layers.items():
             patches.put(MODULE, "_hybridep", self.layers[name], hybrid)
         if runtime.migration.layers:

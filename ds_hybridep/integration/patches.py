@@ -86,7 +86,7 @@ TABLE = (
     Patch(TRANSFORMERS_OUTPUTS, "_CAN_RECORD_REGISTRY", "AutoEP takes it for a plain dict", "AutoEP", is_method=False),
     # The engine's optimizer step.
     Patch(ENGINE, "_take_model_step", "weights are shipped after each step, gradients must be back before it"),
-    Patch(ENGINE, "_backward_prologue", "codecs undo what they noted of gradients that it replaces"),
+    Patch(ENGINE, "_backward_prologue_per_tensor", "codecs undo what they noted of gradients that it replaces"),
     Patch(OPTIMIZER, "step_pre_hook", "from then on a step is not skipped any more", is_method=False),
     Patch(ENGINE, "zero_grad", "sums of replicas are forgotten with the owners' gradients"),
     Patch(ZERO_OPTIMIZER, "zero_grad", "sums of replicas are forgotten with the owners' gradients"),

@@ -12,8 +12,10 @@ def accumulates(leaf: Tensor) -> bool:
 
     False if `torch.autograd.grad` returns the gradient of this leaf instead, or if it is not one of `inputs`.
 
-    leaf: any tensor that requires grad and has no history.
+    leaf: a tensor without history.
     """
+    if not leaf.requires_grad:  # since the forward
+        return False
     node = torch.autograd.graph.get_gradient_edge(leaf).node
     try:
         return bool(torch._C._will_engine_execute_node(node))

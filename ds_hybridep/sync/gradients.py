@@ -29,13 +29,15 @@ class StepChanges:
 
     def __init__(self) -> None:
         self.notes: dict[Any, tuple[Callable[[], None], Callable[[], None]]] = {}
-        self._backward: int | None = None  # autograd's number of the last backward
+        self._backward = -1  # autograd's number of the backward that began to change things
 
     def __contains__(self, changed: object) -> bool:
         return changed in self.notes
 
     def note(self, changed: object, undo: Callable[[], None], commit: Callable[[], None] = lambda: None) -> None:
         """Note that `changed` changes: `undo` restores it, `commit` makes it final.  A step's first note counts."""
+        if not self.notes:
+            self._backward = torch._C._current_graph_task_id()
         self.notes.setdefault(changed, (undo, commit))
 
     def commit(self) -> None:
@@ -51,12 +53,13 @@ class StepChanges:
     def before_backward(
         self, undo_replaced: Callable[[], None], original: Callable[..., Any], *args: Any, **kwargs: Any
     ) -> Any:
-        """Call `undo_replaced` if a backward begins with changes of an earlier one; then call `original`."""
-        backward = torch._C._current_graph_task_id()  # one backward may begin at the outputs of several forwards
-        if backward != self._backward:
-            self._backward = backward
-            if self.notes:
-                undo_replaced()
+        """Call `undo_replaced` if there are changes of an earlier backward; then call `original`.
+
+        Call this at each output of the model in a backward.
+        """
+        # Numbers grow, so a backward inside another one, as re-entrant checkpointing has it, is no earlier one.
+        if self.notes and self._backward < torch._C._current_graph_task_id():
+            undo_replaced()
         return original(*args, **kwargs)
 
     def undo_of(self, changed: Iterable[object]) -> None:

@@ -138,17 +138,32 @@ def test_only_the_first_change_of_a_step_is_undone_and_none_after_an_applied_one
     assert undone == ["first"]
 
 
-def test_changes_are_undone_at_most_once_in_a_backward() -> None:
+def test_changes_of_an_earlier_backward_are_undone_and_none_of_the_same() -> None:
     changes, found = StepChanges(), []
 
     def begin(gradient: torch.Tensor) -> None:
-        changes.before_backward(lambda: found.append("undone"), found.append, "began")
+        changes.before_backward(lambda: (found.append("undone"), changes.undo()), found.append, "began")
         changes.note("encoder", lambda: None)
 
-    for _ in range(2):
-        x = torch.ones(1, requires_grad=True)
-        outputs = x * 2, x * 3
-        for output in outputs:
-            output.register_hook(begin)
-        sum(outputs).backward()
+    x = torch.ones(1, requires_grad=True)
+    outputs = x * 2, x * 3
+    for output in outputs:
+        output.register_hook(begin)
+    for _ in range(2):  # through the same graph
+        sum(outputs).backward(retain_graph=True)
     assert found == ["began", "began", "undone", "began", "began"]
+    assert changes.notes
+
+
+def test_changes_before_the_first_output_belong_to_the_same_backward() -> None:
+    changes, found = StepChanges(), []
+    x = torch.ones(1, requires_grad=True)
+    behind, output = x * 2, x * 3
+    output.register_hook(
+        lambda gradient: changes.before_backward(lambda: found.append("undone"), found.append, "began")
+    )
+    total = (behind * output).sum()
+    total.register_hook(lambda gradient: changes.note("layer", lambda: None))
+    total.backward()
+    assert found == ["began"]
+    assert changes.notes

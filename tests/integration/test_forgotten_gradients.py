@@ -102,6 +102,7 @@ DROPS: dict[str, Callable[[Engine], None]] = {
     "optimizer.zero_grad()": lambda engine: engine.optimizer.zero_grad(),
     "optimizer.zero_grad(set_to_none=False)": zero_in_place,
 }
+USUAL = ("nothing", "optimizer.zero_grad()")
 NO_CHANGE = {"type": "SGD", "params": {"lr": 0.0}}  # of weights: gradients depend on the batch alone
 
 
@@ -133,6 +134,18 @@ def zero_between_micro_steps(engine: Engine, case: Case, how: str, exactly: Call
                 DROPS[how](engine)
             if engine.managed_gradient_accumulation() or micro_step == case.accumulation - 1:
                 engine.step()
+    exactly()
+    train(engine, case, 3, 2)
+
+
+def one_forward_twice(engine: Engine, case: Case, how: str, exactly: Callable[[], None]) -> None:
+    """Two backwards through one forward before a step."""
+    train(engine, case, 0, 2)
+    loss = loss_of(engine, case, *batch_of(case, 7))
+    engine.backward(0.5 * loss, retain_graph=True)
+    DROPS[how](engine)
+    engine.backward(loss)
+    engine.step()
     exactly()
     train(engine, case, 3, 2)
 
@@ -267,7 +280,15 @@ KINDS = [
 ]
 
 
-@pytest.mark.parametrize("how", DROPS)
+@pytest.mark.parametrize("zero_stage", [1, 2])
+def test_sums_are_exact_where_a_step_follows_two_backwards_through_one_forward(
+    pool2: ProcessPool, zero_stage: int
+) -> None:
+    for found in pool2.run(sums_applied, case=world2(zero_stage=zero_stage), script=one_forward_twice, how="nothing"):
+        assert found["apart"] < 1e-5
+
+
+@pytest.mark.parametrize("how", [*USUAL, *(slow(how) for how in DROPS if how not in USUAL)])
 @pytest.mark.parametrize("options", KINDS, ids=str)
 def test_sums_are_exact_where_a_step_is_left_out(pool2: ProcessPool, options: dict[str, Any], how: str) -> None:
     for found in pool2.run(sums_applied, case=world2(**options), script=spikes, how=how):
