@@ -29,16 +29,16 @@ _RECORDERS = [
 def waiting(*tensors: Tensor, for_all: bool = False) -> Iterator[None]:
     """Count the time inside as a wait for other ranks; `for_all` if it cannot end before every rank has come.
 
-    tensors: of a collective over gloo inside.  This returns once gloo's threads have dropped them: a thread that drops
-    the last reference to a tensor while the interpreter ends aborts the process.
+    tensors: of a collective inside; those on a device do not matter.  This returns once gloo's threads have dropped
+    them: a thread that drops the last reference to a tensor while the interpreter ends aborts the process.
     """
     key = object()
     _ours[key] = time.monotonic(), for_all
     try:
         yield
     finally:
-        until = time.monotonic() + DROP_S
-        while any(_users(one) > 1 for one in tensors) and time.monotonic() < until:
+        of_gloo, until = [one for one in tensors if one.device.type == "cpu"], time.monotonic() + DROP_S
+        while any(_users(one) > 1 for one in of_gloo) and time.monotonic() < until:
             time.sleep(1e-5)
         del _ours[key]
 
