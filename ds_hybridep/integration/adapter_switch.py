@@ -70,10 +70,11 @@ def guard(model: nn.Module, switches: Iterable[AdapterSwitch]) -> None:
     """Make peft's objects around the model refuse what cannot reach the experts, before they change anything."""
     switch, changed = next(iter(switches)), Patches()
     for module in model.modules():
+        # Partial functions, because a copy of the model gets its own.
         if isinstance(module, BaseTuner):
             owner, refused = PEFT_TUNER, _OF_TUNER
-            changed.wrap(owner, "set_adapter", module, partial(_set_adapter, switch))
-            changed.wrap(owner, "_enable_peft_forward_hooks", module, partial(_enable_hooks, switch))
+            for method, checked in (("set_adapter", _set_adapter), ("_enable_peft_forward_hooks", _enable_hooks)):
+                changed.put(owner, method, module, partial(checked, switch, getattr(module, method)))
         elif isinstance(module, PeftModel):
             owner, refused = PEFT_MODEL, _OF_MODEL
         else:

@@ -1,7 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """peft switches off adapters of experts too, and what it cannot do with them it does with no layer."""
 
+import copy
 import importlib.util
+import pickle
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
@@ -14,7 +17,10 @@ from hf_models import hf_loss
 from marks import slow
 from parity import FP32_TOLERANCE, Case, model_of
 from process_pool import ProcessPool
+from torch import nn
 from training import batch_of, error_of, train
+
+from ds_hybridep.errors import UnsupportedError
 
 pytestmark = [
     pytest.mark.dist,
@@ -168,3 +174,23 @@ def test_what_would_reach_adapters_of_attention_only_is_refused(pool4: ProcessPo
             assert "adapters of experts" in message, name
         assert found["changed"] == []
         assert found["adapters"] == ["default"]
+
+
+@pytest.mark.parametrize("copy_of", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+def test_a_copy_of_a_model_is_guarded_by_itself(copy_of: Callable[[nn.Module], Any]) -> None:
+    import peft
+
+    from ds_hybridep.integration.adapter_switch import AdapterSwitch, guard
+
+    base = nn.Sequential(nn.Linear(2, 2))
+    model: Any = peft.get_peft_model(base, peft.LoraConfig(target_modules=["0"]))
+    base.add_module("experts", switch := AdapterSwitch("layer", "default"))
+    guard(model, [switch])
+    other = copy_of(model)
+    with pytest.raises(UnsupportedError, match="merge_adapter"):
+        other.merge_adapter()
+    for one in (model, other):
+        one.requires_grad_(False)
+    other.set_adapter("default")  # trains its adapter
+    assert any(parameter.requires_grad for parameter in other.parameters())
+    assert not any(parameter.requires_grad for parameter in model.parameters())
