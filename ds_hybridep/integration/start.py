@@ -16,7 +16,7 @@ from torch import nn
 from ds_hybridep.adaptive.planner import JobPlanner
 from ds_hybridep.config import HybridEPConfig, parse_config
 from ds_hybridep.errors import ConfigError, UnsupportedError
-from ds_hybridep.integration import autoep, checkpoint_guard, checkpoints, classic, saving, supported
+from ds_hybridep.integration import autoep, checkpoint_guard, checkpoints, classic, other_saves, supported
 from ds_hybridep.integration.attachment import Attachment, attached, attachment_of
 from ds_hybridep.integration.facts import facts_of, find_layers, workload_of
 from ds_hybridep.integration.log import log_dist
@@ -133,7 +133,7 @@ def _bind_engine(attachment: Attachment) -> None:
 
             load = partial(adapters.load_module_state_dict, adapted)
             patches.wrap(ENGINE, "load_module_state_dict", engine, load)
-        saving.bind(patches, engine, has_adapters=bool(adapted))
+        other_saves.bind(patches, engine)
     patches.share(MODULE, "zero_grad", _wrap_zero_grad_of_module)
     attachment.bind_step()
 
