@@ -14,7 +14,7 @@ import json
 import re
 import warnings
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +41,7 @@ def _relaid(factor: Parameter, which: str, num_experts: int, *, to_peft: bool) -
         return factor.reshape(factor.shape[0], -1, num_experts).permute(2, 0, 1)
 
     shape = relay(torch.empty(factor.shape, device="meta")).shape
-    return Parameter(tuple(shape), factor.dtype, lambda dtype: relay(factor.read(dtype)).contiguous())
+    return replace(factor, shape=tuple(shape), read=lambda dtype: relay(factor.read(dtype)).contiguous())
 
 
 @dataclass(frozen=True)

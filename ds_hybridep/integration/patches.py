@@ -39,6 +39,8 @@ SAVED_TENSORS = "torch.autograd.graph:saved_tensors_hooks"
 TORCH_CHECKPOINTING = "torch.utils.checkpoint:CheckpointFunction"
 DEEPSPEED_CHECKPOINTING = "deepspeed.runtime.activation_checkpointing.checkpointing:CheckpointFunction"
 TRAINER = "transformers.trainer:Trainer"
+PRE_TRAINED = "transformers.modeling_utils:PreTrainedModel"
+ACCELERATOR = "accelerate.accelerator:Accelerator"
 TRANSFORMERS_OUTPUTS = "transformers.utils.output_capturing"
 PEFT_MODEL = "peft.peft_model:PeftModel"
 PEFT_TUNER = "peft.tuners.lora.model:LoraModel"
@@ -64,6 +66,9 @@ class Patch:
 _SUMS = "bucket", "communication_data_type", "process_group"
 _LOADED = "load_optimizer_states", "load_module_only"
 _LAYERS = ("autoep_layers_metadata",)
+_FILE = "save_dir", "save_filename", "exclude_frozen_parameters"
+_OPTIONAL = "transformers.", "peft.", "accelerate."  # checked where a program has imported them
+_SAVED = "is_main_process", "state_dict"
 
 TABLE = (
     # The import hook makes these.
@@ -110,9 +115,15 @@ TABLE = (
     Patch(ENGINE, "load_checkpoint", "and loaded; then weights are shipped", parameters=_LOADED),
     Patch(ENGINE, "load_module_state_dict", "files hold only the adapters of one rank", parameters=("checkpoint",)),
     Patch(MODULE, "load_state_dict_post_hook", "weights that were loaded are shipped", is_method=False),
-    Patch(ENGINE, "save_16bit_model", "it would write the experts of rank 0 only", parameters=("save_dir",)),
-    Patch(MODULE, "save_pretrained", "of transformers: it would write the experts of one rank", is_method=False),
+    Patch(ENGINE, "save_16bit_model", "it would write the experts of rank 0 only", parameters=_FILE),
+    Patch(ENGINE, "_zero3_consolidated_16bit_state_dict", "refused by DeepSpeed", parameters=_FILE[2:]),
+    Patch(ACCELERATOR, "get_state_dict", "as save_16bit_model above", "last detach", ("model",)),
     Patch(TRAINER, "save_model", "as save_16bit_model above", "last detach", ("output_dir", "_internal_call")),
+    Patch(PRE_TRAINED, "save_pretrained", "it would write the experts of one rank", "last detach", _SAVED),
+    Patch(PEFT_MODEL, "save_pretrained", "the same, of adapters of experts", "last detach", _SAVED[:1]),
+    # Newer versions of peft have it; older ones look at names.
+    Patch(PEFT_TUNER, "_get_adapter_state_dict", "finds adapters of experts", "last detach", is_method=False),
+    Patch(MODULE, "state_dict_pre_hook", "warns of experts of one rank; see other_saves", is_method=False),
     # The end, and what is refused.
     Patch(ENGINE, "destroy", "connections and threads end with the engine"),
     Patch(ENGINE, "__del__", "an engine that is dropped gives its layers back, and waits for nobody", "last detach"),
@@ -208,7 +219,7 @@ def misfits(rows: tuple[Patch, ...] = TABLE) -> list[str]:
     """Return what rows rely on but the installed DeepSpeed or torch does not have."""
     missing = []
     for row in rows:
-        if row.owner.startswith(("transformers.", "peft.")) and row.owner.split(":")[0] not in sys.modules:
+        if row.owner.startswith(_OPTIONAL) and row.owner.split(":")[0] not in sys.modules:
             continue
         method = None
         try:

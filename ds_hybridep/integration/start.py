@@ -22,8 +22,8 @@ from ds_hybridep.integration import (
     checkpoints,
     classic,
     conversion,
+    other_saves,
     param_groups,
-    saving,
     supported,
 )
 from ds_hybridep.integration.attachment import Attachment, attached, attachment_of
@@ -145,7 +145,7 @@ def _bind_engine(attachment: Attachment) -> None:
 
             load = partial(adapters.load_module_state_dict, adapted)
             patches.wrap(ENGINE, "load_module_state_dict", engine, load)
-        saving.bind(patches, engine, has_adapters=bool(adapted))
+        other_saves.bind(patches, engine)
     patches.share(MODULE, "zero_grad", _wrap_zero_grad_of_module)
     attachment.bind_step()
 

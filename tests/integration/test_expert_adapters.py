@@ -15,6 +15,7 @@ from adapted_engines import BOTH, adapted_model, engine_of
 from autoep_cases import SHAPE, case4
 from deepspeed import comm as dist
 from deepspeed.moe.ep_experts import GroupedExperts
+from deepspeed.utils import groups
 from estimate import needs_of_model
 from marks import slow
 from parity import FP32_TOLERANCE, Case, model_of, use_expert_groups_of
@@ -291,11 +292,29 @@ def test_adapters_that_are_not_carried_over(settings: dict[str, Any], text: str)
         expert_adapters._adapter_of("layers.1.mlp.experts", wrapper)
 
 
-def test_factors_that_a_checkpoint_does_not_hold(tmp_path: Path) -> None:
-    experts = GroupedExperts(4, 4, 2, use_grouped_mm=False)
+def layer_of(ep_rank: int, ep_size: int) -> SimpleNamespace:
+    """What saving and loading look at in a layer with four experts, whose factors hold the number of their rank."""
+    num_local_experts = 4 // ep_size
+    experts = GroupedExperts(4, 4, num_local_experts, use_grouped_mm=False)
     experts.__class__, experts.scalings = expert_adapters.AdaptedExperts, {"down_proj": 1.0}
     for name in expert_adapters.factor_names("down_proj"):
-        experts.register_parameter(name, nn.Parameter(torch.zeros(2, 4, 4)))
-    layer = SimpleNamespace(experts=experts, ep_rank=0, num_local_experts=2)
+        experts.register_parameter(name, nn.Parameter(torch.full((num_local_experts, 4, 4), float(ep_rank))))
+    place = {"ep_rank": ep_rank, "ep_size": ep_size, "ep_group_name": f"ep_size_{ep_size}"}
+    return SimpleNamespace(experts=experts, num_local_experts=num_local_experts, **place)
+
+
+def test_a_tag_that_fewer_ranks_save_again_loads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(groups, "_get_expert_data_parallel_rank", lambda group: 0)  # there are no ranks here
+    for step, ep_size in ((1, 4), (2, 2)):
+        for ep_rank in range(ep_size):
+            expert_adapters.save({"mlp": layer_of(ep_rank, ep_size)}, tmp_path, step)
+    assert len(list(tmp_path.iterdir())) == 2
+    loaded = layer_of(0, 1)
+    expert_adapters.load({"mlp": loaded}, tmp_path)
+    assert loaded.experts.down_proj_lora_A[:, 0, 0].tolist() == [0.0, 0.0, 1.0, 1.0]
+
+
+def test_factors_that_a_checkpoint_does_not_hold(tmp_path: Path) -> None:
+    layer = layer_of(0, 2)
     with pytest.raises(ConfigError, match="mlp: .* has no down_proj_lora_A of expert 0"):
         expert_adapters.load({"mlp": layer}, tmp_path)

@@ -43,13 +43,13 @@ def state_of(row: Patch, engine: Any) -> list[Any]:
     return [(name := row.attribute, vars(owner).get(name), name in vars(owner)) for owner in instances]
 
 
-# Of models of transformers, which test_export.py has, of peft, which test_adapters_off.py has, and of sites.
+# Of models of transformers, which tests/export has, of peft, which test_adapters_off.py has, and of sites.
+OPTIONAL = ("peft.", "accelerate.", "transformers.")
+OF_MODELS = ("save_16bit_model", "_zero3_consolidated_16bit_state_dict", "state_dict_pre_hook")
 ELSEWHERE = [
     row
     for row in TABLE
-    if row.owner.startswith("peft.")
-    or row.attribute
-    in ("save_16bit_model", "save_pretrained", "save_model", "load_module_state_dict", "reduce_ipg_grads")
+    if row.owner.startswith(OPTIONAL) or row.attribute in (*OF_MODELS, "load_module_state_dict", "reduce_ipg_grads")
 ]
 
 
@@ -124,7 +124,7 @@ def test_what_has_no_row_cannot_be_changed() -> None:
         Patches().wrap(patches.ENGINE, "train_batch", SimpleNamespace(train_batch=print), lambda _: lambda: None)
 
 
-SHARED = [row for row in TABLE if row.until == "last detach" and row.owner != patches.TRAINER]
+SHARED = [row for row in TABLE if row.until == "last detach" and not row.owner.startswith(OPTIONAL)]
 
 
 @pytest.mark.parametrize("row", SHARED, ids=lambda row: f"{row.owner}.{row.attribute}")
