@@ -16,7 +16,16 @@ from torch import nn
 from ds_hybridep.adaptive.planner import JobPlanner
 from ds_hybridep.config import HybridEPConfig, parse_config
 from ds_hybridep.errors import ConfigError, UnsupportedError
-from ds_hybridep.integration import autoep, checkpoint_guard, checkpoints, classic, saving, supported
+from ds_hybridep.integration import (
+    autoep,
+    checkpoint_guard,
+    checkpoints,
+    classic,
+    generation,
+    offloading,
+    saving,
+    supported,
+)
 from ds_hybridep.integration.attachment import Attachment, attached, attachment_of
 from ds_hybridep.integration.facts import facts_of, find_layers, workload_of
 from ds_hybridep.integration.log import log_dist
@@ -110,6 +119,8 @@ def _bind_engine(attachment: Attachment) -> None:
     patches, engine, layers, planner = attachment.patches, attachment.engine, attachment.layers, attachment.planner
     patches.share(ENGINE, "__del__", _wrap_del)
     checkpoint_guard.install(patches)
+    generation.install(patches)
+    offloading.bind(patches, engine, lambda: attachment.runtime.migration)
     for layer in layers.values():
         if autoep.is_autoep_layer(layer):
             patches.share(AUTOEP_LAYER, "forward", autoep.wrap_forward)
@@ -123,7 +134,7 @@ def _bind_engine(attachment: Attachment) -> None:
         ("save_checkpoint", partial(checkpoints.save, attachment)),
         ("load_checkpoint", partial(checkpoints.load, attachment)),
         ("destroy", partial(_destroy, attachment)),
-        ("compile", partial(_refuse, "compile")),
+        ("compile", partial(_compile, attachment.engine)),
         ("coalesce_grad_reduction", partial(_refuse, "coalesce_grad_reduction")),
     ):
         patches.wrap(ENGINE, method, engine, replacement)
@@ -142,6 +153,17 @@ def _destroy(attachment: Attachment, original: Callable[..., Any]) -> None:
     # May run while an exception propagates, so it waits for nothing.
     attachment.unbind()
     original()
+
+
+def _compile(engine: Any, original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+    """Compile all but MoE layers, as torch.compile of the module does: their forward is not for Dynamo."""
+    if engine.is_deepcompile_enabled() or (args[3] if len(args) > 3 else kwargs.get("compiled_autograd_enabled")):
+        raise UnsupportedError(
+            "engine.compile() with compile.deepcompile or compiled_autograd_enabled does not work together with "
+            "hybridep, whose gradients come through hooks of autograd; leave both out: engine.compile() then compiles "
+            "all but MoE layers"
+        )
+    original(*args, **kwargs)
 
 
 def _refuse(method: str, _original: Callable[..., Any], *_args: Any, **_kwargs: Any) -> Any:

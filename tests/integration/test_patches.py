@@ -43,13 +43,21 @@ def state_of(row: Patch, engine: Any) -> list[Any]:
     return [(name := row.attribute, vars(owner).get(name), name in vars(owner)) for owner in instances]
 
 
-# Of models of transformers, which test_export.py has, of peft, which test_adapters_off.py has, and of sites.
+# Of models of transformers (test_export.py, test_generation.py), of peft (test_adapters_off.py), and of sites.
 ELSEWHERE = [
     row
     for row in TABLE
     if row.owner.startswith("peft.")
     or row.attribute
-    in ("save_16bit_model", "save_pretrained", "save_model", "load_module_state_dict", "reduce_ipg_grads")
+    in (
+        "generate",
+        "_has_unfinished_sequences",
+        "save_16bit_model",
+        "save_pretrained",
+        "save_model",
+        "load_module_state_dict",
+        "reduce_ipg_grads",
+    )
 ]
 
 
@@ -124,7 +132,9 @@ def test_what_has_no_row_cannot_be_changed() -> None:
         Patches().wrap(patches.ENGINE, "train_batch", SimpleNamespace(train_batch=print), lambda _: lambda: None)
 
 
-SHARED = [row for row in TABLE if row.until == "last detach" and row.owner != patches.TRAINER]
+SHARED = [
+    row for row in TABLE if row.until == "last detach" and row.owner not in (patches.TRAINER, patches.GENERATION)
+]
 
 
 @pytest.mark.parametrize("row", SHARED, ids=lambda row: f"{row.owner}.{row.attribute}")
