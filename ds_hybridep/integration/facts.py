@@ -37,6 +37,7 @@ def facts_of(engine: Any, layers: Mapping[str, Any]) -> Facts:
         parameters=lambda: weak.module.named_parameters(),
         master_of=_master_of,
         loss_scale=partial(loss_scale_of, weak),
+        sum_dtype=engine._config.communication_data_type,  # None unless ds_config has it
     )
 
 

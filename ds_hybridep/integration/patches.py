@@ -41,6 +41,8 @@ DEEPSPEED_CHECKPOINTING = "deepspeed.runtime.activation_checkpointing.checkpoint
 TRAINER = "transformers.trainer:Trainer"
 PRE_TRAINED = "transformers.modeling_utils:PreTrainedModel"
 ACCELERATOR = "accelerate.accelerator:Accelerator"
+GENERATION = "transformers.generation.utils:GenerationMixin"
+FILE_BATON = "torch.utils.file_baton:FileBaton"
 TRANSFORMERS_OUTPUTS = "transformers.utils.output_capturing"
 PEFT_MODEL = "peft.peft_model:PeftModel"
 PEFT_TUNER = "peft.tuners.lora.model:LoraModel"
@@ -69,6 +71,9 @@ _LAYERS = ("autoep_layers_metadata",)
 _FILE = "save_dir", "save_filename", "exclude_frozen_parameters"
 _OPTIONAL = "transformers.", "peft.", "accelerate."  # checked where a program has imported them
 _SAVED = "is_main_process", "state_dict"
+_COMPILED = "backend", "compile_kwargs", "schedule", "compiled_autograd_enabled"
+_UNFINISHED = "this_peer_finished", "synced_gpus"
+_OFFLOADED = "include", "device", "pin_memory", "non_blocking"
 
 TABLE = (
     # The import hook makes these.
@@ -78,6 +83,7 @@ TABLE = (
     Patch(CHECKPOINT, "_lightweight_autoep_metadata", "ds_to_universal learns of adapters", "exit", ("model_state",)),
     Patch(UNIVERSAL, "get_autoep_zero12_expert_param_info", "and takes them along", "exit", _LAYERS),
     Patch(DS_REPORT, "op_report", "ds_report lists the kernels", "exit"),
+    Patch(FILE_BATON, "wait", "a start that waits for a build that was interrupted says so", "exit"),
     # Of one model whose experts have adapters; see adapter_switch.
     Patch(PEFT_TUNER, "merge_adapter", "refused: it would merge other adapters only", "exit"),
     Patch(PEFT_TUNER, "_unload_and_optionally_merge", "refused: the same, for good", "exit"),
@@ -110,6 +116,11 @@ TABLE = (
     Patch(SAVED_TENSORS, "__enter__", "see checkpoint_guard", "last detach"),
     Patch(TORCH_CHECKPOINTING, "apply", "see checkpoint_guard", "last detach"),
     Patch(DEEPSPEED_CHECKPOINTING, "apply", "see checkpoint_guard", "last detach"),
+    # What scripts do between steps.
+    Patch(GENERATION, "generate", "ranks go on until all texts have ended", "last detach", ("synced_gpus",)),
+    Patch(GENERATION, "_has_unfinished_sequences", "and say so over our link", "last detach", _UNFINISHED),
+    Patch(ENGINE, "offload_states", "replicas leave the device too", parameters=_OFFLOADED),
+    Patch(ENGINE, "reload_states", "and come back", parameters=("non_blocking",)),
     # Checkpoints and models that are written.
     Patch(ENGINE, "save_checkpoint", "the state of codecs, adapters and plan is saved too", parameters=("tag",)),
     Patch(ENGINE, "load_checkpoint", "and loaded; then weights are shipped", parameters=_LOADED),
@@ -127,7 +138,7 @@ TABLE = (
     # The end, and what is refused.
     Patch(ENGINE, "destroy", "connections and threads end with the engine"),
     Patch(ENGINE, "__del__", "an engine that is dropped gives its layers back, and waits for nobody", "last detach"),
-    Patch(ENGINE, "compile", "refused: hooks of autograd were never tested under it"),
+    Patch(ENGINE, "compile", "refused with DeepCompile or compiled autograd", parameters=_COMPILED),
     Patch(ENGINE, "coalesce_grad_reduction", "refused: gradients of replicas would come too late"),
     # Dense parameters, and experts with several copies.
     Patch(ENGINE, "_get_gradients_for_reduction", "says whose gradients ZeRO 0 is about to sum"),

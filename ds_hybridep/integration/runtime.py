@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from ds_hybridep.adaptive.planner import JobPlanner
 from ds_hybridep.config import HybridEPConfig
 from ds_hybridep.errors import GradientNotReturnedError, UnsupportedError
-from ds_hybridep.experts.migration import is_in_backward
 from ds_hybridep.experts.partitioned import full_shape
+from ds_hybridep.experts.states import is_in_backward
 from ds_hybridep.experts.verification import verify
 from ds_hybridep.integration.build import Builder, Facts, PlannedLayer, describe, encoding_of
 from ds_hybridep.integration.codec_state import CodecState
@@ -64,7 +64,7 @@ class HybridRuntime:
         self._is_stepping = self._is_committed = False
         self.shared_parameters: Callable[[str], Sequence[Tensor]] = lambda _: ()  # flat, by name of the group
         # This makes channels, in the same order on all ranks, and before memory is allocated.
-        encoding = replace(encoding_of(config), master_of=facts.master_of, loss_scale=facts.loss_scale)
+        encoding = facts.complete(encoding_of(config))
         of_dense = replace(encoding_of(config, is_dense=True), loss_scale=facts.loss_scale)
         device = facts.specs[0].sample.device
         self.syncs = {

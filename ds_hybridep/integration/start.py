@@ -22,6 +22,8 @@ from ds_hybridep.integration import (
     checkpoints,
     classic,
     conversion,
+    generation,
+    offloading,
     other_saves,
     param_groups,
     supported,
@@ -120,6 +122,8 @@ def _bind_engine(attachment: Attachment) -> None:
     patches.share(ENGINE, "__del__", _wrap_del)
     checkpoint_guard.install(patches)
     param_groups.bind(patches, engine, layers)
+    generation.install(patches)
+    offloading.bind(patches, engine, lambda: attachment.runtime.migration)
     for layer in layers.values():
         noted = layer.register_forward_hook(torch.compiler.disable(_note_call))
         patches.note(MODULE, "forward_hook", noted.remove)
@@ -135,7 +139,7 @@ def _bind_engine(attachment: Attachment) -> None:
         ("save_checkpoint", partial(checkpoints.save, attachment)),
         ("load_checkpoint", partial(checkpoints.load, attachment)),
         ("destroy", partial(_destroy, attachment)),
-        ("compile", partial(_refuse, "compile")),
+        ("compile", partial(_compile, attachment.engine)),
         ("coalesce_grad_reduction", partial(_refuse, "coalesce_grad_reduction")),
     ):
         patches.wrap(ENGINE, method, engine, replacement)
@@ -159,6 +163,17 @@ def _destroy(attachment: Attachment, original: Callable[..., Any]) -> None:
     # May run while an exception propagates, so it waits for nothing.
     attachment.unbind()
     original()
+
+
+def _compile(engine: Any, original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+    """Compile all but MoE layers, as torch.compile of the module does: their forward is not for Dynamo."""
+    if engine.is_deepcompile_enabled() or (args[3] if len(args) > 3 else kwargs.get("compiled_autograd_enabled")):
+        raise UnsupportedError(
+            "engine.compile() with compile.deepcompile or compiled_autograd_enabled does not work together with "
+            "hybridep, whose gradients come through hooks of autograd; leave both out: engine.compile() then compiles "
+            "all but MoE layers"
+        )
+    original(*args, **kwargs)
 
 
 def _refuse(method: str, _original: Callable[..., Any], *_args: Any, **_kwargs: Any) -> Any:

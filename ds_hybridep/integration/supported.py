@@ -30,8 +30,8 @@ TESTED_SECTIONS = frozenset({
     "activation_checkpointing", "bf16", "checkpoint", "data_types", "expert_parallel", "fp16", "hybridep",
     "managed_gradient_accumulation", "optimizer", "prescale_gradients", "scheduler", "tensor_parallel",
     "use_data_before_expert_parallelism", "zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer",
-    "zero_optimization", "aio", "comet", "comms_logger", "csv_monitor", "dataloader_drop_last", "disable_python_gc",
-    "dump_state", "flops_profiler", "memory_breakdown", "monitor_config", "tensorboard", "timers",
+    "torch_autocast", "zero_optimization", "aio", "comet", "comms_logger", "csv_monitor", "dataloader_drop_last",
+    "disable_python_gc", "dump_state", "flops_profiler", "memory_breakdown", "monitor_config", "tensorboard", "timers",
     "wall_clock_breakdown", "wandb",
 })  # fmt: skip
 # Tested settings of "zero_optimization"; all others must have their default values.
@@ -131,6 +131,11 @@ def refuse_engine(engine: Any, config: HybridEPConfig, layers: Mapping[str, nn.M
     }
     if feature := next((feature for feature, is_used in in_use.items() if is_used), None):
         raise UnsupportedError(f"{feature} {_UNTESTED}")
+    if (autocast := engine._config).torch_autocast_enabled and autocast.torch_autocast_dtype == torch.float16:
+        raise UnsupportedError(
+            'torch_autocast.dtype is "float16", with which DeepSpeed scales losses and leaves out steps unseen by '
+            'hybridep; set it to "bfloat16", or use the "fp16" section in its place'
+        )
     if stage == 2 and adapted_layers(layers):
         raise UnsupportedError(
             "adapters of experts do not work with ZeRO stage 2 (zero_optimization.stage), whose checkpoints hold "

@@ -170,6 +170,11 @@ class Mail:
         for receive in found:
             receive.end("the channel was closed")
 
+    def early_streams(self) -> set[bytes]:
+        """Return the streams of messages that nobody has asked for yet."""
+        with self.lock:
+            return {key[0] for key, receive in self._receives.items() if receive.max_bytes is None}
+
     def has_outgoing(self) -> bool:
         """Return True if not all that was sent is acknowledged."""
         return bool(self._sends)

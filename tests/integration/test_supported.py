@@ -65,7 +65,7 @@ def test_the_project_asks_for_the_versions_that_are_taken() -> None:
         ({"compile": {"deepcompile": True}}, {}, ["compile"]),
         ({"data_efficiency": {"enabled": True}}, {}, ["data_efficiency"]),
         ({"hybrid_engine": {"enabled": True}}, {}, ["hybrid_engine"]),
-        ({"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}, {}, ["torch_autocast"]),
+        ({"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}, {}, []),
         ({"weight_quantization": {"quantized_initialization": {"num_bits": 8}}}, {}, ["weight_quantization"]),
         ({"disable_allgather": True}, {}, ["disable_allgather"]),
         ({"gradient_allreduce_op": "sum"}, {}, ["gradient_allreduce_op"]),
