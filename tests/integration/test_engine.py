@@ -538,6 +538,15 @@ def test_settings_of_zero_that_are_refused(pool2: ProcessPool, zero: dict[str, A
         assert '"hybridep": {"enabled": false}' in message
 
 
+def test_an_optimizer_on_the_host_of_a_site_is_refused(pool2: ProcessPool) -> None:
+    sites = {"name": "a", "names": ["a", "b"], "meeting_point": "127.0.0.1:1", "secret_file": __file__}
+    zero = {"stage": 1, "offload_optimizer": {"device": "cpu"}}
+    config = {"zero_optimization": zero, "hybridep": {"sites": sites}}
+    for kind, message in pool2.run(initialize_with, case=world2(), config=config):
+        assert kind == "UnsupportedError"
+        assert message.startswith("zero_optimization.offload_optimizer was not tested together with hybridep.sites")
+
+
 def test_methods_that_are_refused(pool2: ProcessPool) -> None:
     for found in pool2.run(call_refused_methods, case=world2(zero_stage=1)):
         for name, (kind, message) in found.items():
