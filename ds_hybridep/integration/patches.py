@@ -150,6 +150,7 @@ TABLE = (
     Patch(ZERO_OPTIMIZER, "has_overflow", "the flag and the norms of all parameter groups travel together"),
     Patch(ZERO_OPTIMIZER, "scaled_global_norm", "the same, where nobody has asked for the flag"),
     Patch(ZERO_OPTIMIZER, "get_grad_norm_direct", "norms have come with the flag", parameters=("gradients",)),
+    Patch(ZERO_OPTIMIZER, "complete_grad_norm_calculation_for_cpu_offload", "and those of gradients on the host"),
     Patch(ZERO_OPTIMIZER, "_average_expert_grad_norms", "norms of experts are equal on all ranks"),
     Patch(ZERO_MODULE, "all_gather_dp_groups", "gathers of ZeRO 1 and 2 go level by level", "last detach"),
     Patch(BF16_MODULE, "all_gather_dp_groups", "gathers of BF16_Optimizer go level by level", "last detach"),

@@ -39,9 +39,12 @@ TESTED_ZERO = frozenset({
     "stage", "allgather_bucket_size", "contiguous_gradients", "gather_16bit_weights_on_model_save", "leaf_module",
     "log_trace_cache_warnings", "max_live_parameters", "max_reuse_distance", "model_persistence_threshold",
     "module_granularity_threshold", "overlap_comm", "param_persistence_threshold", "prefetch_bucket_size",
-    "reduce_bucket_size", "reduce_scatter", "round_robin_gradients", "sub_group_size",
+    "offload_optimizer", "reduce_bucket_size", "reduce_scatter", "round_robin_gradients", "sub_group_size",
     "use_multi_rank_bucket_allreduce",
 })  # fmt: skip
+# Settings of "offload_optimizer" that change more than where the optimizer's states are, and their tested values.
+# Others have no effect with them.
+TESTED_OFFLOAD = {"device": ("none", "cpu"), "ratio": (1.0,), "super_offload": (False,)}
 TESTED_WRAPPERS = (
     "BF16_Optimizer", "DeepSpeedZeroOptimizer", "DeepSpeedZeroOptimizer_Stage3", "FP16_Optimizer",
     "FP16_UnfusedOptimizer",
@@ -150,6 +153,11 @@ def refuse_engine(engine: Any, config: HybridEPConfig, layers: Mapping[str, nn.M
             "site keep is not handed to a site that comes back; leave out the codecs of levels, and write domain "
             "sizes (sites.codecs encodes what crosses between sites)"
         )
+    if config.sites is not None and engine.zero_use_cpu_optimizer():
+        raise UnsupportedError(
+            "zero_optimization.offload_optimizer was not tested together with hybridep.sites, whose exchange takes "
+            "gradients and weights from the memory of the device; leave out one of them"
+        )
     if config.dense_sync == "hierarchical" and (reason := dense.why_unsupported(engine)):
         raise UnsupportedError(
             f'hybridep.dense_sync is "hierarchical", which does not work with {reason}, or set hybridep.dense_sync to '
@@ -172,6 +180,9 @@ def untested_settings(ds_config: Mapping[str, Any], zero: Any) -> list[str]:
         is_off = getattr(value, "device", None) == "none"  # of an offload section
         if name not in TESTED_ZERO and not is_off and value != default:
             found.append(f"zero_optimization.{about.alias or name}")
+    for name, tested in TESTED_OFFLOAD.items():
+        if (value := getattr(zero.offload_optimizer, name, tested[0])) not in tested:
+            found.append(f"zero_optimization.offload_optimizer.{name} = {getattr(value, 'value', value)!r}")
     return found
 
 

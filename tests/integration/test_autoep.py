@@ -81,6 +81,18 @@ def test_zero_3(pool4: ProcessPool) -> None:
 
 
 @pytest.mark.slow
+def test_optimizer_on_the_host(pool4: ProcessPool) -> None:
+    clipped: dict[str, Any] = {"accumulation": 2, "gradient_clipping": 0.1}
+    cases = [
+        case4("qwen3_moe", 2, 1, zero_stage=stage, offload=offload, **clipped)
+        for offload in ("hybrid", "both")
+        for stage in (1, 2, 3)
+    ]
+    cases.append(case4("mixtral", 1, 2, zero_stage=3, toy=replace(SHAPE, ep_size=2), offload="both"))
+    assert_parity(pool4, cases)
+
+
+@pytest.mark.slow
 def test_two_ranks(pool2: ProcessPool) -> None:
     toy = replace(SHAPE, ep_size=2)
     assert_parity(pool2, [Case(levels=levels_of((2,), (size,)), family="mixtral", toy=toy) for size in (1, 2)])

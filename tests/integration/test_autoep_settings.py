@@ -190,8 +190,10 @@ def test_what_is_refused(pool4: ProcessPool, block: dict[str, Any], zero: dict[s
 
 
 @pytest.mark.slow
-def test_a_planned_job_keeps_its_losses(pool4: ProcessPool) -> None:
-    for plain, losses, record in pool4.run(train_planned, case=case4("qwen3_moe", 1, 1, zero_stage=1)):
+@pytest.mark.parametrize("offload", [None, "both"])
+def test_a_planned_job_keeps_its_losses(pool4: ProcessPool, offload: Literal[None, "both"]) -> None:
+    case = case4("qwen3_moe", 1, 1, zero_stage=1, offload=offload)
+    for plain, losses, record in pool4.run(train_planned, case=case):
         assert losses == pytest.approx(plain, rel=FP32_TOLERANCE, abs=0.0)
         assert record["plan"].startswith("[2,2]")
         assert record["workload"]["micro_steps"] == 1

@@ -5,7 +5,7 @@ import importlib.util
 import shutil
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -64,9 +64,11 @@ def go_on_with_codecs(case: Case, folder: str) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("zero_stage", [1, 2, 3])
-def test_the_block_changes_nothing(pool4: ProcessPool, tmp_path: Path, zero_stage: int) -> None:
-    case = case4("qwen3_moe", 2, 1, zero_stage=zero_stage)
+@pytest.mark.parametrize(("zero_stage", "offload"), [(1, None), (2, None), (3, None), (1, "both")])
+def test_the_block_changes_nothing(
+    pool4: ProcessPool, tmp_path: Path, zero_stage: int, offload: Literal[None, "both"]
+) -> None:
+    case = case4("qwen3_moe", 2, 1, zero_stage=zero_stage, offload=offload)
     other = replace(case, levels=(("dc", 2, 1), ("gpu", 2, 2)), toy=replace(case.toy, ep_size=2))
     for found in pool4.run(write_and_read, case=case, other=other, folder=str(tmp_path), timeout_s=200.0):
         assert found["changed"] == []

@@ -526,16 +526,28 @@ def test_features_that_are_refused(pool2: ProcessPool) -> None:
 @pytest.mark.parametrize(
     ("zero", "text"),
     [
-        ({"stage": 1, "offload_optimizer": {"device": "cpu"}}, "offload_optimizer"),
+        (
+            {"stage": 1, "offload_optimizer": {"device": "nvme", "nvme_path": "/local"}},
+            "zero_optimization.offload_optimizer.device = 'nvme' was not tested",
+        ),
         ({"stage": 3}, "ZeRO stage 3 with native MoE layers"),
     ],
-    ids=["offload_optimizer", "stage3"],
+    ids=["nvme", "stage3"],
 )
 def test_settings_of_zero_that_are_refused(pool2: ProcessPool, zero: dict[str, Any], text: str) -> None:
     for kind, message in pool2.run(initialize_with, case=world2(), config={"zero_optimization": zero}):
         assert kind == "UnsupportedError"
         assert text in message
         assert '"hybridep": {"enabled": false}' in message
+
+
+def test_an_optimizer_on_the_host_of_a_site_is_refused(pool2: ProcessPool) -> None:
+    sites = {"name": "a", "names": ["a", "b"], "meeting_point": "127.0.0.1:1", "secret_file": __file__}
+    zero = {"stage": 1, "offload_optimizer": {"device": "cpu"}}
+    config = {"zero_optimization": zero, "hybridep": {"sites": sites}}
+    for kind, message in pool2.run(initialize_with, case=world2(), config=config):
+        assert kind == "UnsupportedError"
+        assert message.startswith("zero_optimization.offload_optimizer was not tested together with hybridep.sites")
 
 
 def test_methods_that_are_refused(pool2: ProcessPool) -> None:

@@ -182,8 +182,9 @@ def error_of(case: Case, targets: tuple[str, ...], pattern: str) -> str:
         slow("mixtral", (2, 2), {}, BOTH[:1]),
         slow("qwen3_moe", (1, 1), {"zero_stage": 1}, BOTH[1:]),
         slow("qwen3_moe", (2, 1), {"zero_stage": 3}, BOTH),
+        slow("qwen3_moe", (2, 1), {"zero_stage": 1, "offload": "both"}, BOTH),
     ],
-    ids=["both", "gate_up", "down", "zero 3"],
+    ids=["both", "gate_up", "down", "zero 3", "offload"],
 )
 def test_only_factors_migrate_and_learn_the_same(
     pool4: ProcessPool, family: str, sizes: tuple[int, int], options: dict[str, Any], targets: tuple[str, ...]

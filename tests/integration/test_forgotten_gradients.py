@@ -277,6 +277,8 @@ KINDS = [
     slow({"zero_stage": 1}),
     slow({"zero_stage": 2, "accumulation": 2}),
     {"zero_stage": 3, "family": "mixtral"},
+    slow({"zero_stage": 2, "accumulation": 2, "offload": "both"}),
+    slow({"zero_stage": 3, "family": "mixtral", "offload": "both"}),
 ]
 
 

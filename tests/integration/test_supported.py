@@ -70,7 +70,17 @@ def test_the_project_asks_for_the_versions_that_are_taken() -> None:
         ({"disable_allgather": True}, {}, ["disable_allgather"]),
         ({"gradient_allreduce_op": "sum"}, {}, ["gradient_allreduce_op"]),
         ({}, {"stage": 1, "offload_optimizer": {"device": "none"}}, []),
-        ({}, {"stage": 1, "offload_optimizer": {"device": "cpu"}}, ["zero_optimization.offload_optimizer"]),
+        ({}, {"stage": 1, "offload_optimizer": {"device": "cpu", "pin_memory": False, "fast_init": True}}, []),
+        (
+            {},
+            {"stage": 3, "offload_optimizer": {"device": "nvme", "nvme_path": "/local"}},
+            ["zero_optimization.offload_optimizer.device = 'nvme'"],
+        ),
+        (
+            {},
+            {"stage": 3, "offload_optimizer": {"device": "cpu", "ratio": 0.5, "super_offload": True}},
+            [f"zero_optimization.offload_optimizer.{one}" for one in ("ratio = 0.5", "super_offload = True")],
+        ),
         ({}, {"stage": 3, "offload_param": {"device": "cpu"}}, ["zero_optimization.offload_param"]),
         ({}, {"stage": 2, "zenflow": {"update_interval": 2}}, ["zero_optimization.zenflow"]),
         ({}, {"stage": 3, "zero_quantized_weights": True}, ["zero_optimization.zero_quantized_weights"]),

@@ -71,6 +71,7 @@ class Case:
     steps: int = 5
     optimizer: Literal["adamw", "sgd"] = "adamw"
     gradient_clipping: float = 0.0
+    offload: Literal[None, "hybrid", "both"] = None  # whose optimizer states are on the host
     use_data_before_expert_parallel: bool = False
     batch_sizes: tuple[int, ...] | None = None  # sequences of each global rank; None: 4 everywhere
     evaluate: bool = False  # also the loss of an evaluation batch after every step
@@ -115,6 +116,7 @@ class Case:
             token_codec=None,
             hot_experts=0,
             hot_level=-1,
+            offload=None if self.offload == "hybrid" else self.offload,
         )
 
     def ds_config(self, *, with_block: bool) -> dict[str, Any]:
@@ -138,10 +140,12 @@ class Case:
         return config
 
     def _zero_config(self) -> dict[str, Any]:
-        if self.zero_stage < 3:
-            return {"stage": self.zero_stage}
-        # Else everything of a toy stays whole after its first use.  This leaves the norms.
-        return {"stage": 3, "stage3_param_persistence_threshold": 100}
+        settings: dict[str, Any] = {"stage": self.zero_stage}
+        if self.zero_stage == 3:  # else everything of a toy stays whole after its first use.  This leaves the norms.
+            settings["stage3_param_persistence_threshold"] = 100
+        if self.offload:
+            settings["offload_optimizer"] = {"device": "cpu"}
+        return settings
 
     def _optimizer_config(self) -> dict[str, Any]:
         learning_rate = (LEARNING_RATE if self.family is None else HF_LEARNING_RATE)[self.optimizer]
