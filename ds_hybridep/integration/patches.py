@@ -113,6 +113,7 @@ TABLE = (
     Patch(MODULE, "forward_hook", "notices a layer whose own forward leaves ours out", is_method=False),
     Patch(MOE_LAYER, "forward", "routed experts run over expert domains", "last detach"),
     Patch(AUTOEP_LAYER, "forward", "routed experts run over expert domains", "last detach", ("hidden_states",)),
+    Patch(AUTOEP_LAYER, "__deepcopy__", "a copy shares groups of ranks, which cannot be copied", is_method=False),
     Patch(SAVED_TENSORS, "__enter__", "see checkpoint_guard", "last detach"),
     Patch(TORCH_CHECKPOINTING, "apply", "see checkpoint_guard", "last detach"),
     Patch(DEEPSPEED_CHECKPOINTING, "apply", "see checkpoint_guard", "last detach"),
@@ -139,6 +140,7 @@ TABLE = (
     Patch(ENGINE, "destroy", "connections and threads end with the engine"),
     Patch(ENGINE, "__del__", "an engine that is dropped gives its layers back, and waits for nobody", "last detach"),
     Patch(ENGINE, "compile", "refused with DeepCompile or compiled autograd", parameters=_COMPILED),
+    Patch(ENGINE, "step", "refused once a later engine has the same layers: copies would not hear of it", "exit"),
     Patch(ENGINE, "coalesce_grad_reduction", "refused: gradients of replicas would come too late"),
     # Dense parameters, and experts with several copies.
     Patch(ENGINE, "_get_gradients_for_reduction", "says whose gradients ZeRO 0 is about to sum"),

@@ -31,7 +31,7 @@ from ds_hybridep.integration import (
 from ds_hybridep.integration.attachment import Attachment, attached, attachment_of
 from ds_hybridep.integration.facts import facts_of, find_layers, workload_of
 from ds_hybridep.integration.log import log_dist
-from ds_hybridep.integration.patches import AUTOEP_LAYER, ENGINE, MODULE, MOE_LAYER
+from ds_hybridep.integration.patches import AUTOEP_LAYER, ENGINE, MODULE, MOE_LAYER, Patches
 from ds_hybridep.transport.agreement import announcing_failure
 from ds_hybridep.transport.job import is_initialized, world_size
 
@@ -64,7 +64,6 @@ def attach(engine: Any, config: Mapping[str, Any] | HybridEPConfig | None = None
         if not checked.enabled:
             return
         layers = find_layers(engine.module)
-        _refuse_owned(layers)
         checked = supported.resolve(engine, checked, layers)
         supported.refuse_engine(engine, checked, layers)
         facts = facts_of(engine, layers)
@@ -75,6 +74,7 @@ def attach(engine: Any, config: Mapping[str, Any] | HybridEPConfig | None = None
         planner = JobPlanner(checked, facts.specs, workload, micro_steps=lambda: weak.gradient_accumulation_steps())
         log_dist(planner.describe(), ranks=[0])
         checked = planner.start_config
+    _take_over(layers)
     attachment = Attachment(engine, checked, facts, layers, planner)
     try:
         _bind_engine(attachment)
@@ -106,14 +106,31 @@ def checked_config(engine: Any, config: Mapping[str, Any] | HybridEPConfig | Non
     return parse_config(block, world_size=world_size(), base_dir=base_dir)
 
 
-def _refuse_owned(layers: Mapping[str, nn.Module]) -> None:
-    """Raise ConfigError if another engine has one of the layers."""
-    owned = {id(layer) for attachment in list(attached) for layer in attachment.layers.values()}
-    if taken := next((name for name, layer in layers.items() if id(layer) in owned), None):
-        raise ConfigError(
-            f"{taken} belongs to another engine, to which hybridep is attached; call that engine's destroy(), or "
-            f"ds_hybridep.detach with it, before another engine takes its layers"
+def _take_over(layers: Mapping[str, nn.Module]) -> None:
+    """Take layers from earlier engines: a Trainer for each stage of a training, or an engine that only evaluated.
+
+    Raises GradientNotReturnedError if one of these engines is in the middle of a gradient accumulation.
+    """
+    for attachment in _owners_of(layers):
+        engine = attachment.engine
+        attachment.runtime.finish()
+        attachment.unbind()
+        Patches().wrap(ENGINE, "step", engine, partial(_refuse_step, dict(layers)))
+        log_dist("hybridep: an earlier engine of the same model has given its MoE layers to a new one", ranks=[0])
+
+
+def _owners_of(layers: Mapping[str, nn.Module]) -> list[Attachment]:
+    wanted = {id(layer) for layer in layers.values()}
+    return [one for one in list(attached) if any(id(layer) in wanted for layer in one.layers.values())]
+
+
+def _refuse_step(layers: Mapping[str, nn.Module], original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    if _owners_of(layers):
+        raise UnsupportedError(
+            f"engine.step() of an engine whose layer {next(iter(layers))} a later engine has taken over: the copies "
+            f"of its experts would not hear of the step; train with the last engine that was made of the model"
         )
+    return original(*args, **kwargs)
 
 
 def _bind_engine(attachment: Attachment) -> None:
@@ -129,6 +146,7 @@ def _bind_engine(attachment: Attachment) -> None:
         patches.note(MODULE, "forward_hook", noted.remove)
         if autoep.is_autoep_layer(layer):
             patches.share(AUTOEP_LAYER, "forward", autoep.wrap_forward)
+            patches.put(AUTOEP_LAYER, "__deepcopy__", layer, partial(autoep.deep_copy, layer))
         else:
             patches.share(MOE_LAYER, "forward", classic.wrap_forward)
     if planner is not None:
