@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
+import deepspeed
 import pytest
 from deepspeed.moe.sharded_moe import MOELayer
 from deepspeed.utils.debug import debug_clear_module_and_param_names
@@ -165,6 +166,13 @@ def attach_twice(case: Case) -> dict[str, Any]:
         return found
 
 
+def start_again_with_another_size(case: Case) -> tuple[str, str]:
+    """Error of a second engine for the same Hugging Face model, with expert-parallel groups of another size."""
+    with engine_of(case, with_block=True) as engine:
+        config = {**case.ds_config(with_block=True), "expert_parallel": {"enabled": True, "autoep_size": 1}}
+        return error_of(deepspeed.initialize, model=engine.module, config=config)
+
+
 def attach_that_fails(case: Case) -> dict[str, Any]:
     """Error of attaching where binding fails at its end, what is left, and losses after attaching again."""
     with engine_of(case, with_block=False) as engine:
@@ -231,6 +239,14 @@ def test_a_second_engine_takes_the_layers_and_the_first_steps_only_when_it_is_go
         assert "train with the last engine" in message
         assert found["on the first"] == []
         assert found["losses"] == close_to(expected)
+
+
+@needs_transformers
+def test_a_second_engine_with_groups_of_another_size_is_refused(pool2: ProcessPool) -> None:
+    for kind, message in pool2.run(start_again_with_another_size, case=world2(family="mixtral")):
+        assert kind == "ConfigError"
+        assert "expert_parallel.autoep_size is 1, but an earlier deepspeed.initialize" in message
+        assert "layers for 2; use the same size" in message
 
 
 def test_attaching_that_fails_at_its_end_leaves_nothing(pool2: ProcessPool) -> None:
