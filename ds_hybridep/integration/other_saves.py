@@ -1,13 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Makes what people call already to save a model save the experts of all ranks, or say what to call.
 
-engine.save_16bit_model                     DeepSpeed's file, with all experts; all ranks must call
+engine.save_16bit_model                     DeepSpeed's file, with all experts; all ranks must call.  A config is
+                                            added if there is none
 accelerator.get_state_dict, save_model      the whole model on rank 0 and None elsewhere, as under ZeRO 3
 Trainer.save_model                          `saving.save_pretrained`; or the Trainer's own way, if it has a `_save`
 model.save_pretrained, of transformers      refused, unless it is given such a state dict or has nothing to write
   and of peft
 model.state_dict                            stays what it is, this rank's part, with a warning
 get_peft_model_state_dict, of peft          refused if experts have adapters, which it would leave out
+
+For layers of deepspeed.moe.layer.MoE the first two return the state dict of the model with ep_size=1.
 """
 
 import inspect
@@ -44,42 +47,49 @@ from ds_hybridep.transport.job import longest_wait_s
 
 _ALL = "ds_hybridep.save_pretrained(engine, DIR) on all ranks"
 _TRAINING_ARGS = "training_args.bin"
+_FILE = "pytorch_model.bin"
 
 
 def bind(patches: Patches, engine: Any) -> None:
-    """Change what the engine and libraries in use offer; experts of the engine are AutoEP's."""
+    """Change what the engine and libraries in use offer."""
     patches.wrap(ENGINE, "save_16bit_model", engine, partial(_save_16bit_model, engine))
     patches.wrap(ENGINE, "_zero3_consolidated_16bit_state_dict", engine, partial(_consolidated, engine))
+    _share(patches, ACCELERATOR, "get_state_dict", _wrap_get_state_dict)
+    if not any(map(is_autoep_layer, engine.module.modules())):
+        return
     for module in {id(one): one for one in (engine.module, *models_in(engine.module).values())}.values():
         hook = module.register_state_dict_pre_hook(_before_state_dict)
         patches.note(MODULE, "state_dict_pre_hook", hook.remove)
-    for owner, method, make in (
-        (PRE_TRAINED, "save_pretrained", _wrap_save_pretrained),
-        (PEFT_MODEL, "save_pretrained", _wrap_save_pretrained),
-        (PEFT_TUNER, "_get_adapter_state_dict", _wrap_adapter_state),
-        (TRAINER, "save_model", _wrap_save_model),
-        (ACCELERATOR, "get_state_dict", _wrap_get_state_dict),
-    ):
-        # Importing them takes seconds, and who uses an Accelerator or a Trainer has it before there is an engine.
-        if owner.split(":")[0] in sys.modules and hasattr(find(owner), method):
-            patches.share(owner, method, make)
+    _share(patches, PRE_TRAINED, "save_pretrained", _wrap_save_pretrained)
+    _share(patches, PEFT_MODEL, "save_pretrained", _wrap_save_pretrained)
+    _share(patches, PEFT_TUNER, "_get_adapter_state_dict", _wrap_adapter_state)
+    _share(patches, TRAINER, "save_model", _wrap_save_model)
+
+
+def _share(patches: Patches, owner: str, method: str, make: Callable[..., Any]) -> None:
+    # Importing them takes seconds, and who uses an Accelerator or a Trainer has it before there is an engine.
+    if owner.split(":")[0] in sys.modules and hasattr(find(owner), method):
+        patches.share(owner, method, make)
 
 
 def _save_16bit_model(
     engine: Any,
     _original: Callable[..., Any],
     save_dir: str | Path,
-    save_filename: str = "pytorch_model.bin",
+    save_filename: str = _FILE,
     exclude_frozen_parameters: bool = False,
 ) -> bool:
     state = whole_state(engine, "engine.save_16bit_model", exclude_frozen=exclude_frozen_parameters)
-    hear(partial(_write_state, Path(save_dir) / save_filename, state), longest_wait_s(0.0))
+    hear(partial(_write_state, Path(save_dir) / save_filename, state, engine.module), longest_wait_s(0.0))
     return True
 
 
-def _write_state(path: Path, state: Any) -> None:
-    """Write or replace a file as a whole."""
+def _write_state(path: Path, state: Any, module: nn.Module) -> None:
+    """Write or replace a file as a whole.  With its usual name and a config, from_pretrained loads it."""
     path.parent.mkdir(parents=True, exist_ok=True)
+    is_transformers = PRE_TRAINED.split(":")[0] in sys.modules and isinstance(module, find(PRE_TRAINED))
+    if is_transformers and path.name == _FILE and not (path.parent / "config.json").exists():
+        module.config.save_pretrained(path.parent)  # type: ignore[union-attr, operator]
     unfinished = path.with_name(f"{path.name}.partial")
     try:
         torch.save(state, unfinished)
@@ -95,12 +105,15 @@ def _consolidated(
     return whole_state(engine, "engine._zero3_consolidated_16bit_state_dict", exclude_frozen=exclude_frozen_parameters)
 
 
-def _engine_of(model: Any) -> Any:
-    """Return the attached engine with AutoEP's layers that is `model` or whose module it is, else None."""
+def _engine_of(model: Any, *, of_autoep: bool = False) -> Any:
+    """Return the attached engine that is `model` or whose module it is, else None.
+
+    of_autoep: only if its layers are AutoEP's.
+    """
     for attachment in list(attached):
         engine = attachment.engine
         if model is engine.module or vars(model).get("_hybridep_attachment") is attachment:
-            return engine if any(map(is_autoep_layer, attachment.layers.values())) else None
+            return engine if not of_autoep or any(map(is_autoep_layer, attachment.layers.values())) else None
     return None
 
 
@@ -121,7 +134,11 @@ def _wrap_save_model(original: Callable[..., None]) -> Callable[..., None]:
 
     def save_model(trainer: Any, output_dir: str | None = None, _internal_call: bool = False) -> None:
         engine = getattr(trainer, "deepspeed", None)
-        if engine is None or _engine_of(engine) is None or type(trainer)._save is not find(TRAINER)._save:
+        if (
+            engine is None
+            or _engine_of(engine, of_autoep=True) is None
+            or type(trainer)._save is not find(TRAINER)._save
+        ):
             original(trainer, output_dir, _internal_call)
             return
         folder = output_dir if output_dir is not None else trainer.args.output_dir

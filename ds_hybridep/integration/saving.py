@@ -24,6 +24,7 @@ from ds_hybridep.export.folder import shadow_of, whole_folder
 from ds_hybridep.export.stored import Parameter
 from ds_hybridep.integration import conversion
 from ds_hybridep.integration.autoep import experts_of, is_autoep_layer
+from ds_hybridep.integration.classic import is_classic
 from ds_hybridep.integration.log import log_dist
 from ds_hybridep.integration.patches import PEFT_MODEL, PRE_TRAINED, find
 from ds_hybridep.transport.agreement import agree, hear
@@ -81,11 +82,7 @@ def whole_state(engine: Any, call: str, *, exclude_frozen: bool = False) -> dict
     call: what the user has called, for messages.
     """
     _meet_to_save(engine, call)
-    model = LiveModel(engine.module)
-    with torch.random.fork_rng(devices=[]):
-        planned = writing.by_own_names(model.parameters(), model.moe_paths, model, model.adapter_config)
-    planned = {f"{model.path}{name}": parameter for name, parameter in planned.items()}
-    planned |= {name: one for name, one in _parameters_of(engine.module) if not name.startswith(model.path)}
+    planned = _state_of_classic(engine.module) or _state_of_autoep(engine.module)
     state: dict[str, Tensor] = {}
     names: dict[int, str] = {}  # of what was read; tied weights are one tensor
     for name, parameter in planned.items():
@@ -96,6 +93,47 @@ def whole_state(engine: Any, call: str, *, exclude_frozen: bool = False) -> dict
         meet()  # no rank runs ahead, so each wait is that for one parameter
         state[name] = tensor if own_rank() == 0 else tensor[:0]
     return state if own_rank() == 0 else None
+
+
+def _state_of_autoep(module: nn.Module) -> dict[str, Parameter]:
+    model = LiveModel(module)
+    with torch.random.fork_rng(devices=[]):
+        planned = writing.by_own_names(model.parameters(), model.moe_paths, model, model.adapter_config)
+    inside = {f"{model.path}{name}": parameter for name, parameter in planned.items()}
+    return inside | {name: one for name, one in _parameters_of(module) if not name.startswith(model.path)}
+
+
+def _state_of_classic(module: nn.Module) -> dict[str, Parameter]:
+    """Return the state of a model with layers of deepspeed.moe.layer.MoE, as with ep_size=1; empty if it has none."""
+    layers = {f"{name}.experts.deepspeed_experts.": one for name, one in module.named_modules() if is_classic(one)}
+    state: dict[str, Parameter] = {}
+    for name, tensor in module.state_dict(keep_vars=True).items() if layers else ():
+        prefix = next((prefix for prefix in layers if name.startswith(prefix)), "")
+        if not prefix:
+            state[name] = _live(tensor, tuple(tensor.shape))
+            continue
+        layer: Any = layers[prefix]
+        local, _, rest = name.removeprefix(prefix).partition(".")
+        parts: list[Tensor] = []  # gathered by the first read, of all ranks' experts with this local number
+        for ep_rank in range(layer.ep_size):
+            expert = ep_rank * layer.num_local_experts + int(local)
+            state[f"{prefix}{expert}.{rest}"] = _of_rank(ep_rank, tensor, layer.ep_group, parts)
+    return state
+
+
+def _of_rank(ep_rank: int, tensor: Tensor, ep_group: Any, parts: list[Tensor]) -> Parameter:
+    @torch.no_grad()
+    def read(dtype: torch.dtype) -> Tensor:
+        if ep_rank == 0:
+            found = gather_to_first(_own(tensor, dtype).contiguous(), ep_group)
+            parts.extend(found if own_rank() == 0 and found is not None else ())
+        return parts[ep_rank].cpu() if parts else torch.zeros((), dtype=dtype).expand(tensor.shape)
+
+    return Parameter(tuple(tensor.shape), tensor.dtype, read, _is_frozen(tensor))
+
+
+def _is_frozen(tensor: Tensor) -> bool:
+    return isinstance(tensor, nn.Parameter) and not tensor.requires_grad
 
 
 def remedy_for(call: str) -> str:
@@ -153,8 +191,7 @@ def _live(tensor: Tensor, shape: tuple[int, ...], layer: Any = None) -> Paramete
             whole[experts_of(layer, ep_rank)] = part.cpu()
         return whole
 
-    is_frozen = isinstance(tensor, nn.Parameter) and not tensor.requires_grad
-    return Parameter(shape, tensor.dtype, read, is_frozen)
+    return Parameter(shape, tensor.dtype, read, _is_frozen(tensor))
 
 
 def _own(tensor: Any, dtype: torch.dtype) -> Tensor:

@@ -167,7 +167,7 @@ def _bind_engine(attachment: Attachment) -> None:
 
             load = partial(adapters.load_module_state_dict, adapted)
             patches.wrap(ENGINE, "load_module_state_dict", engine, load)
-        other_saves.bind(patches, engine)
+    other_saves.bind(patches, engine)
     patches.share(MODULE, "zero_grad", _wrap_zero_grad_of_module)
     attachment.bind_step()
 

@@ -13,6 +13,7 @@ from saves import (
     save_a_reward_model,
     save_adapters,
     save_by_a_trainer_of_its_own,
+    save_classic,
     save_on_one_rank,
     save_with_accelerate,
     save_wrapped,
@@ -138,3 +139,15 @@ def test_a_reward_model_loads_as_what_it_is(pool2: ProcessPool, tmp_path: Path) 
     first, _ = pool2.run(save_a_reward_model, job=job, timeout_s=200.0)
     model = transformers.AutoModelForSequenceClassification.from_pretrained(tmp_path / "live", dtype="auto")
     assert_same(model, job, first)
+
+
+def test_all_experts_of_the_classic_layer_are_saved(pool2: ProcessPool, tmp_path: Path) -> None:
+    """As in the state dict of the model with ep_size=1."""
+    ranks = pool2.run(save_classic, folder=str(tmp_path), timeout_s=120.0)
+    saved = torch.load(tmp_path / "pytorch_model.bin", weights_only=True)
+    for rank in ranks:
+        for name, value in rank["parameters"].items():
+            torch.testing.assert_close(saved.pop(name) if name in saved else ranks[0]["parameters"][name], value)
+    assert not saved
+    assert [rank["is there"] for rank in ranks] == [True, False]
+    assert not (tmp_path / "config.json").exists()

@@ -14,6 +14,8 @@ import torch
 from deepspeed import comm as dist
 from exporting import BOTH, Job, base_of, engine_of, logits_of, peft_model, tokens_of, train, trainer_of
 from parity import use_expert_groups_of
+from toy_model import global_name
+from training import world2
 
 import ds_hybridep
 from ds_hybridep.integration.log import warn_once
@@ -212,6 +214,26 @@ def save_by_a_trainer_of_its_own(job: Job) -> dict[str, Any]:
             trainer.accelerator, trainer.is_deepspeed_enabled, trainer.is_fsdp_enabled = accelerator, True, False
             found[kind.__name__] = said_by(trainer.save_model, f"{job.folder}/{kind.__name__}")
     return found
+
+
+def save_classic(folder: str) -> dict[str, Any]:
+    """Parameters of this rank by their names in the whole model; the same in a file, and by accelerate."""
+    from accelerate import Accelerator
+    from training import engine_of as engine_of_classic
+    from training import train as train_classic
+
+    case = world2()
+    with engine_of_classic(case, with_block=True) as engine:
+        train_classic(engine, case, 0, 1)
+        engine.save_16bit_model(folder)
+        whole = Accelerator.get_state_dict(None, engine)  # looks only at the model
+        return {
+            "parameters": {
+                global_name(name, ep_rank=dist.get_rank(), num_local_experts=case.toy.num_experts // 2): value
+                for name, value in engine.module.state_dict().items()
+            },
+            "is there": whole is not None,
+        }
 
 
 def save_a_reward_model(job: Job) -> torch.Tensor:
