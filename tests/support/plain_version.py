@@ -51,7 +51,9 @@ class PlainVersion:
         self.dense = {name: value.clone().requires_grad_() for name, value in dense.items()}
         # What each datacentre computes with, [datacentre][expert][name].  The first shipment of weights is exact.
         self.held = [_copies(experts), _copies(experts)]
-        self.mirror = [{name: value.clone() for name, value in one.items()} for one in experts]  # what the owner of an expert knows its replica to have
+        self.mirror = [
+            {name: value.clone() for name, value in one.items()} for one in experts
+        ]  # what the owner of an expert knows its replica to have
         self.residual = [{name: torch.zeros_like(value) for name, value in one.items()} for one in experts]
         self.gradient_code, self.weight_code = gradient_code, weight_code
         owned = [value for expert, one in enumerate(experts) for value in self.owners(expert).values()]
