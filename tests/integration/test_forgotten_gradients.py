@@ -175,6 +175,14 @@ def sums_applied(
     return {"apart": (apart / sum(float(one.square().sum()) for one in runs[1])) ** 0.5}
 
 
+def spike_twice_on_the_host(case: Case) -> tuple[str, str]:
+    """The error of a second spike, where DeepSpeed would add what the first one has left in the host's memory."""
+    with engine_of(case, with_block=True, hybridep=block_with(case, [("identity", COARSE)])) as engine:
+        train(engine, case, 0, 2)
+        spike(engine, case, "nothing")
+        return error_of(spike, engine, case, "nothing")
+
+
 def fail_in_a_backward(case: Case) -> dict[str, Any]:
     """Losses of four steps, with and without a backward before the third that fails and is dropped."""
     block, found = block_with(case, [("identity", COARSE)], advanced={"prefetch_depth": 1}), {}
@@ -341,6 +349,14 @@ def test_gradients_of_which_deepspeed_replaces_only_some_are_refused() -> None:
     with pytest.raises(UnsupportedError, match="rank 1: engine.step.. was left out.*call engine.step"):
         replaces_gradients(engine, is_boundary=True)
     assert not replaces_gradients(engine, is_boundary=False)
+
+
+def test_a_step_left_out_that_deepspeed_mixes_with_an_earlier_one_is_refused(pool2: ProcessPool) -> None:
+    results = pool2.run(spike_twice_on_the_host, case=world2(zero_stage=1, offload="both"))
+    for rank, (kind, message) in enumerate(results):
+        assert kind == "UnsupportedError"
+        assert message.startswith(f"rank {rank}: engine.step() was left out")
+        assert "zero_optimization.offload_optimizer" in message
 
 
 def test_a_backward_that_fails_and_is_dropped_loses_no_later_gradients(pool2: ProcessPool) -> None:

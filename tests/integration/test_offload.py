@@ -17,11 +17,9 @@ from deepspeed.accelerator import get_accelerator
 from marks import slow
 from parity import Case, whole_parameters
 from process_pool import ProcessPool
-from training import COARSE, LOW_RANK, block_with, close_to, engine_of, error_of, initialize, new_model, train
+from training import COARSE, LOW_RANK, block_with, close_to, engine_of, new_model, train
 from training import world2 as case2
 from training import world4 as toy4
-
-from ds_hybridep.errors import UnsupportedError
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(240)]
 
@@ -93,20 +91,6 @@ def train_with_own_optimizer(case: Case) -> dict[bool, list[float]]:
     return losses
 
 
-def leave_a_step_out(case: Case) -> tuple[str, str]:
-    """The error of a backward after one whose step was left out, where an earlier step had two backwards."""
-    with engine_of(case, with_block=True, hybridep=block_with(case, [("identity", COARSE)])) as engine:
-        from test_forgotten_gradients import spike
-
-        spike(engine, case, "nothing")
-        train(engine, case, 2, 1)
-        return error_of(spike, engine, case, "nothing")
-
-
-def start(case: Case, more: dict[str, Any]) -> tuple[str, str]:
-    return error_of(initialize, case, new_model(case), with_block=True, **more)
-
-
 # -- tests ------------------------------------------------------------------------------------------------------
 
 
@@ -146,10 +130,3 @@ def test_steps_that_overflow_are_skipped(pool2: ProcessPool) -> None:
 def test_an_optimizer_of_the_script(pool2: ProcessPool, zero_stage: int) -> None:
     for losses in pool2.run(train_with_own_optimizer, case=case2(zero_stage=zero_stage, offload="both")):
         assert losses[True] == close_to(losses[False])
-
-
-def test_a_step_left_out_that_deepspeed_mixes_with_an_earlier_one_is_refused(pool2: ProcessPool) -> None:
-    for rank, (kind, message) in enumerate(pool2.run(leave_a_step_out, case=case2(zero_stage=1, offload="both"))):
-        assert kind == UnsupportedError.__name__
-        assert message.startswith(f"rank {rank}: engine.step() was left out")
-        assert "zero_optimization.offload_optimizer" in message
