@@ -138,7 +138,7 @@ def deep_copy(layer: Any, memo: dict[int, Any]) -> Any:
 
     Without it, a copy of a model (an average of its weights, for example) fails, as it does with AutoEP alone.
     """
-    made = type(layer).__new__(type(layer))
+    made: Any = object.__new__(type(layer))
     memo[id(layer)] = made
     for name, value in vars(layer).items():
         if name != "__deepcopy__":

@@ -71,7 +71,7 @@ def _parts(model: nn.Module, settings: Any) -> list[tuple[nn.Module, Any]]:
     First come models whose layers have their usual names, then models without a head, whose names are shorter.  If an
     earlier engine has made the layers, they stay, and AutoEP only makes groups of ranks.
     """
-    if made := {layer.ep_size for layer in model.modules() if is_autoep_layer(layer)}:
+    if made := {int(vars(layer)["ep_size"]) for layer in model.modules() if is_autoep_layer(layer)}:
         return [(nn.Module(), _for_no_layers(settings, made))]
     if settings.moe_layer_pattern is not None:
         return [(model, settings)]

@@ -7,6 +7,7 @@ transformers has it under ZeRO-3, and ranks go on until all of them have ended.
 
 import inspect
 import sys
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -17,6 +18,7 @@ from ds_hybridep.integration.patches import GENERATION, Patches
 from ds_hybridep.transport.unequal import any_of
 
 AGREEMENT = "end of generate"
+_finished: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # models whose texts have all ended on this rank
 
 
 def install(changes: Patches) -> None:
@@ -24,6 +26,7 @@ def install(changes: Patches) -> None:
     if GENERATION.partition(":")[0] in sys.modules:
         changes.share(GENERATION, "generate", _synced)
         changes.share(GENERATION, "_has_unfinished_sequences", _told_by_others)
+        changes.share(GENERATION, "_update_model_kwargs_for_generation", _not_after_the_end)
 
 
 def _synced(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -45,9 +48,25 @@ def _told_by_others(original: Callable[..., bool]) -> Callable[..., bool]:
         attachment = _attachment_of(model) if synced_gpus else None
         if attachment is None or not (ranks := attachment.coupled_ranks()):
             return original(model, this_peer_finished, synced_gpus, **kwargs)
+        (_finished.add if this_peer_finished else _finished.discard)(model)
         return any_of(attachment.runtime.transport, ranks, not this_peer_finished, AGREEMENT)
 
     return has_unfinished_sequences
+
+
+def _not_after_the_end(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Keep the attention mask of texts that have ended as long as they are.
+
+    transformers makes it longer in each further call for the others' sake, but not the text.  Only with a cache, which
+    grows too, do the two fit.
+    """
+
+    def update(model: nn.Module, outputs: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+        if model in _finished and not model_kwargs.get("use_cache", True):
+            return model_kwargs
+        return original(model, outputs, model_kwargs, *args, **kwargs)
+
+    return update
 
 
 def _attachment_of(model: nn.Module) -> Attachment | None:

@@ -120,6 +120,9 @@ TABLE = (
     # What scripts do between steps.
     Patch(GENERATION, "generate", "ranks go on until all texts have ended", "last detach", ("synced_gpus",)),
     Patch(GENERATION, "_has_unfinished_sequences", "and say so over our link", "last detach", _UNFINISHED),
+    Patch(
+        GENERATION, "_update_model_kwargs_for_generation", "texts that have ended", "last detach", ("model_kwargs",)
+    ),
     Patch(ENGINE, "offload_states", "replicas leave the device too", parameters=_OFFLOADED),
     Patch(ENGINE, "reload_states", "and come back", parameters=("non_blocking",)),
     # Checkpoints and models that are written.

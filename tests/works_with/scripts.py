@@ -273,7 +273,9 @@ def muon(job: Job) -> dict[str, Any]:
     for name, parameter in model.named_parameters():
         parameter.use_muon = parameter.ndim >= 2 and "embed" not in name and "lm_head" not in name
     params = {"lr": LEARNING_RATE, "momentum": 0.9, "torch_adam": True}
-    with job.engine(model, **{"optimizer": {"type": "Muon", "params": params}}) as engine:
+    optimizer = {"type": "Muon", "params": params}
+    # DeepSpeed compiles Muon's steps, for minutes on a CPU.
+    with torch.compiler.set_stance("force_eager"), job.engine(model, optimizer=optimizer) as engine:
         return job.found(engine, job.steps(engine))
 
 
@@ -548,6 +550,17 @@ def _lengths(completions: list[str], **_: Any) -> list[float]:
     return [float(sum(map(ord, one)) % 7) for one in completions]
 
 
+def _seeded() -> Any:
+    """A callback that seeds what is sampled: AutoEP draws numbers while it makes layers."""
+    from transformers import TrainerCallback
+
+    class Seeded(TrainerCallback):
+        def on_train_begin(self, *_: Any, **__: Any) -> None:
+            torch.manual_seed(7 + dist.get_rank())
+
+    return Seeded()
+
+
 def grpo(job: Job, **options: Any) -> dict[str, Any]:
     from trl import GRPOConfig, GRPOTrainer
 
@@ -559,6 +572,7 @@ def grpo(job: Job, **options: Any) -> dict[str, Any]:
         args=job.arguments(GRPOConfig, **settings, **options),
         train_dataset=_dataset(job, [{"prompt": f"{one} plus {two} is "} for one, two in SUMS]),
         processing_class=job.tokenizer(),
+        callbacks=[_seeded()],
     )
     trainer.train()
     return job.trained(trainer)

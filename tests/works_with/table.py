@@ -37,7 +37,7 @@ SAME = Cell("same")
 CLIENT_GROUPS = Cell("fails", "None of the param groups are marked as MoE", "DeepSpeed#5354")
 NOT_FOUND = Cell("fails", "no MoE layers detected")
 ONE_RANK = Cell("refused", "would write the experts of one rank only")
-OF_RANK_0 = Cell("wrong", "the file has the experts of rank 0 only, under names of DeepSpeed")
+OF_RANK_0 = Cell("wrong", "the file has the experts of rank 0 only")
 SHARED = Cell("fails", "contained shared tensors")
 TWICE = Cell("fails", "'NoneType' object has no attribute 'backward'")
 WAITS = Cell("hangs", "", "DeepSpeed#6634")
@@ -108,9 +108,9 @@ SECTIONS: tuple[tuple[str, tuple[Row, ...]], ...] = (
         (
             Row("sft", "SFT, defaults (with auxiliary loss)"),
             Row("sft_packing", "SFT, packing"),
-            Row("sft_lora", "SFT, adapters of attention"),
+            Row("sft_lora", "SFT, adapters of attention", autoep=NOT_FOUND),
             Row("dpo", "DPO, reference model by copy"),
-            Row("dpo_lora", "DPO, adapters switched off"),
+            Row("dpo_lora", "DPO, adapters switched off", autoep=NOT_FOUND),
             Row("dpo_precomputed", "DPO, `precompute_ref_log_probs`", autoep=NOT_FOUND),
             Row("kto", "KTO"),
             Row("grpo", "GRPO, texts of equal lengths"),
@@ -137,7 +137,7 @@ SECTIONS: tuple[tuple[str, tuple[Row, ...]], ...] = (
             Row("accelerate_loop", "a loop with `Accelerator`"),
             Row("accelerate_client_optimizer", "an optimizer of its own", autoep=CLIENT_GROUPS),
             Row("accelerator_save_model", "`accelerator.save_model`", autoep=OF_RANK_0),
-            Row("accelerator_get_state_dict", "`get_state_dict`, then `save_pretrained`", autoep=SHARED),
+            Row("accelerator_get_state_dict", "`get_state_dict`, then `save_pretrained`", autoep=OF_RANK_0),
             Row("unwrapped_save_pretrained", "`save_pretrained` on rank 0", autoep=SHARED, block=ONE_RANK),
             Row("accelerator_save_state", "`save_state`, `load_state`"),
         ),
