@@ -31,10 +31,6 @@ PATCHES = [("patch", COARSE), EXACT]
 # -- in the workers ---------------------------------------------------------------------------------------------
 
 
-def where_states_are(engine: Any) -> set[str]:
-    return {one.device.type for state in engine.basic_optimizer.state.values() for one in state.values()}
-
-
 def train_here_and_there(case: Case, codecs: Any, folder: str, more: dict[str, Any]) -> dict[str, Any]:
     """Losses of four steps with states on the device, and on the host; then on from a checkpoint of both.
 
