@@ -202,7 +202,7 @@ def test_checkpointing(pool4: ProcessPool, is_reentrant: bool) -> None:
 
 
 @pytest.mark.parametrize(
-    ("zero_stage", "sizes"), [slow(0, (1, 1)), slow(1, (1, 1)), (2, (2, 1)), (3, (1, 1))], ids=str
+    ("zero_stage", "sizes"), [slow(0, (1, 1)), slow(1, (1, 1)), (2, (2, 1)), slow(3, (1, 1))], ids=str
 )
 def test_models_of_autoep(pool4: ProcessPool, zero_stage: int, sizes: tuple[int, int]) -> None:
     toy = replace(FEW, routing="learned")
