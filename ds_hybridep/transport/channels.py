@@ -138,9 +138,12 @@ class Transfer:
         if self.device_side is not None:
             self.device_side.release_sends()
         self.end_ns = time.perf_counter_ns()
+        transport, is_background = self.channel.transport, self.channel.is_background
+        if is_background and (records := transport.records) is not None:  # the main thread may end a trace at any time
+            records.append(self)  # first: after the wait for the last transfer the trace has all
         self._ended.set()
-        if self.channel.is_background:
-            self.channel.transport.note_finished(self)
+        if is_background:
+            transport.note_finished()
 
     def describe(self, failure: str) -> str:
         transport, is_of_forward = self.channel.transport, self.purpose.kind in ("tokens", "expert_weights", "control")
@@ -361,9 +364,7 @@ class Transport:
                 if waits[level] == before:
                     waits[level] = before + 1
 
-    def note_finished(self, transfer: Transfer) -> None:
-        if (records := self.records) is not None:  # the main thread may end a trace at any time
-            records.append(transfer)
+    def note_finished(self) -> None:
         with self._finished:
             self.num_finished += 1
             self._finished.notify_all()

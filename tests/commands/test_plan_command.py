@@ -251,5 +251,5 @@ def test_planning_loads_neither_torch_nor_deepspeed():
         "import sys; from ds_hybridep.commands.main import main; main(['plan', '--model', 'Qwen3-30B-A3B', "
         "'--dcs', '2x2', '--wan', '1gbps', '--json']); assert not {'torch', 'deepspeed'} & set(sys.modules)"
     )
-    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=50)
+    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=500)
     assert run.returncode == 0, run.stderr

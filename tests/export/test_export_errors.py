@@ -32,7 +32,7 @@ needs_transformers = pytest.mark.skipif(
 def trained(pool2: ProcessPool, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Checkpoints under ZeRO 1, with the model they began from."""
     folder = tmp_path_factory.mktemp("trained")
-    pool2.run(run, job=Job(folder=str(folder)), timeout_s=200.0)
+    pool2.run(run, job=Job(folder=str(folder)))
     return folder
 
 
@@ -110,7 +110,6 @@ REFUSED: dict[str, tuple[Callable[[Path], Any], tuple[str, ...], str]] = {
 
 @needs_transformers
 @pytest.mark.dist
-@pytest.mark.timeout(300)
 @pytest.mark.filterwarnings("ignore:.*:UserWarning")
 class TestCheckpoints:
     """Of a real job."""
@@ -161,7 +160,7 @@ class TestCheckpoints:
             "assert tokens.shape[1] > 3; assert not {'deepspeed', 'ds_hybridep'} & set(sys.modules)"
         )
         environment = {**os.environ, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
-        done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, timeout=120)
+        done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, timeout=500)
         assert done.returncode == 0, done.stderr.decode()[-2000:]
 
 

@@ -24,7 +24,6 @@ from ds_hybridep.errors import UnsupportedError
 
 pytestmark = [
     pytest.mark.dist,
-    pytest.mark.timeout(240),
     pytest.mark.skipif(importlib.util.find_spec("peft") is None, reason="needs peft: '.[hf]'"),
 ]
 
@@ -157,7 +156,7 @@ def same(one: Any, other: Any) -> bool:
 def test_a_reference_is_the_base_and_leaves_no_trace(
     pool4: ProcessPool, sizes: tuple[int, int], options: dict[str, Any]
 ) -> None:
-    for found in pool4.run(compare, case=case4("qwen3_moe", *sizes, **options), timeout_s=150.0):
+    for found in pool4.run(compare, case=case4("qwen3_moe", *sizes, **options)):
         for kind in ("plain", "hybrid"):
             assert found[kind]["references"] == pytest.approx(found["base"], rel=FP32_TOLERANCE)
             assert found[kind]["losses"] == pytest.approx(found["alone"], rel=FP32_TOLERANCE)

@@ -74,7 +74,7 @@ def run_program(program, cwd=REPOSITORY, **environment):
         cwd=cwd,
         capture_output=True,
         text=True,
-        timeout=50,
+        timeout=500,
     )
     assert result.returncode == 0, result.stderr
     return result

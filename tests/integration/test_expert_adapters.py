@@ -30,7 +30,6 @@ from ds_hybridep.integration import adapters as expert_adapters
 
 pytestmark = [
     pytest.mark.dist,
-    pytest.mark.timeout(240),
     pytest.mark.skipif(importlib.util.find_spec("peft") is None, reason="needs peft: '.[hf]'"),
 ]
 
@@ -189,7 +188,7 @@ def error_of(case: Case, targets: tuple[str, ...], pattern: str) -> str:
 def test_only_factors_migrate_and_learn_the_same(
     pool4: ProcessPool, family: str, sizes: tuple[int, int], options: dict[str, Any], targets: tuple[str, ...]
 ) -> None:
-    results = pool4.run(compare, case=case4(family, *sizes, **options), targets=targets, timeout_s=120.0)
+    results = pool4.run(compare, case=case4(family, *sizes, **options), targets=targets)
     for found in results:
         plain, hybrid = found["losses"]
         assert hybrid == pytest.approx(plain, rel=FP32_TOLERANCE)
@@ -207,7 +206,7 @@ def test_frozen_weights_of_hot_experts_come_with_them(pool4: ProcessPool) -> Non
     toy = replace(SHAPE, drift=2)
     for sizes in ((1, 1), (2, 1)):
         case = case4("qwen3_moe", *sizes, toy=toy, hot_experts=2, steps=6, zero_stage=1)
-        for found in pool4.run(compare, case=case, targets=BOTH, timeout_s=120.0):
+        for found in pool4.run(compare, case=case, targets=BOTH):
             plain, hybrid = found["losses"]
             assert hybrid == pytest.approx(plain, rel=FP32_TOLERANCE)
             assert found["distance"] < FP32_TOLERANCE
@@ -217,7 +216,7 @@ def test_frozen_weights_of_hot_experts_come_with_them(pool4: ProcessPool) -> Non
 def test_groups_of_zero_3_have_hot_experts_of_their_own(pool4: ProcessPool) -> None:
     toy = replace(SHAPE, ep_size=2, drift=2)
     case = case4("qwen3_moe", 1, 1, toy=toy, hot_experts=1, steps=5, zero_stage=3)
-    for found in pool4.run(compare, case=case, targets=BOTH, timeout_s=120.0):
+    for found in pool4.run(compare, case=case, targets=BOTH):
         plain, hybrid = found["losses"]
         assert hybrid == pytest.approx(plain, rel=FP32_TOLERANCE)
         assert found["hot_changes"] > 1
@@ -233,7 +232,7 @@ def test_resume_is_bit_equal_and_a_load_of_the_module_only_is_what_training_goes
     pool4: ProcessPool, tmp_path: Path, zero_stage: int
 ) -> None:
     case = case4("qwen3_moe", 2, 1, zero_stage=zero_stage)
-    for found in pool4.run(resume, case=case, folder=str(tmp_path), timeout_s=120.0):
+    for found in pool4.run(resume, case=case, folder=str(tmp_path)):
         straight, resumed = found["losses"]
         assert resumed == straight
         assert found["different"] == []
@@ -251,9 +250,9 @@ def test_zero_3_saves_no_frozen_experts_with_the_block_or_without(pool4: Process
 def test_universal_checkpoints_hold_adapters_of_experts(pool4: ProcessPool, tmp_path: Path) -> None:
     case = case4("qwen3_moe", 2, 1, zero_stage=1)
     other = replace(case, levels=(("dc", 2, 1), ("gpu", 2, 1)), toy=replace(case.toy, ep_size=2))
-    written = pool4.run(write_universal, case=case, folder=str(tmp_path), timeout_s=120.0)
+    written = pool4.run(write_universal, case=case, folder=str(tmp_path))
     for target in (case, other):
-        read = pool4.run(read_universal, case=target, folder=str(tmp_path), timeout_s=120.0)
+        read = pool4.run(read_universal, case=target, folder=str(tmp_path))
         for (saved, losses), (loaded, later) in zip(written, read, strict=True):
             assert later == pytest.approx(losses, rel=FP32_TOLERANCE)
             for name, value in saved.items():

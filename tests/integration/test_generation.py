@@ -17,7 +17,6 @@ import ds_hybridep
 
 pytestmark = [
     pytest.mark.dist,
-    pytest.mark.timeout(240),
     pytest.mark.skipif(importlib.util.find_spec("transformers") is None, reason="needs transformers: '.[hf]'"),
 ]
 

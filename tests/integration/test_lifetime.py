@@ -36,7 +36,7 @@ from training import (
 import ds_hybridep
 from ds_hybridep.integration.patches import TABLE, find
 
-pytestmark = [pytest.mark.dist, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.dist
 
 needs_transformers = pytest.mark.skipif(
     importlib.util.find_spec("transformers") is None, reason="needs transformers: '.[hf]'"

@@ -11,7 +11,7 @@ from parity import Case, assert_parity, levels_of
 from process_pool import ProcessPool
 from toy_model import ToyConfig
 
-pytestmark = [pytest.mark.dist, pytest.mark.timeout(240)]
+pytestmark = pytest.mark.dist
 
 BY_TOKEN = ToyConfig(routing="by_token")
 

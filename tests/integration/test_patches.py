@@ -22,7 +22,7 @@ from ds_hybridep.integration.checkpoint_guard import install
 from ds_hybridep.integration.patches import TABLE, Patch, Patches, find, misfits
 from ds_hybridep.tokens.layer import HybridMoE, computing_layer
 
-LIMIT_S = 10.0
+LIMIT_S = 100.0
 
 
 def state_of(row: Patch, engine: Any) -> list[Any]:
@@ -81,7 +81,6 @@ def same(one: Any, other: Any) -> bool:
 
 
 @pytest.mark.dist
-@pytest.mark.timeout(120)
 @pytest.mark.parametrize("zero_stage", [0, pytest.param(1, marks=pytest.mark.slow), 2])
 def test_after_detach_each_row_is_the_very_object_it_was(pool4: ProcessPool, zero_stage: int) -> None:
     # Two groups hold each expert, so that groups of experts are changed too.
