@@ -56,6 +56,11 @@ class Handle(Future[str | None]):
             self.set_result(failure)
             vars(self)["_done_callbacks"].clear()  # they refer to what refers to this, tensors included
 
+    @property
+    def has_begun(self) -> bool:
+        """True once a part of a message that is received has come."""
+        return False
+
     def _content(self) -> memoryview:
         return memoryview(b"")
 
@@ -84,6 +89,10 @@ class Receive(Handle):
     total = 0
     priority = BULK  # of the connection that brings it
     num_missing: int | None = None  # bytes; None before its first frame
+
+    @property
+    def has_begun(self) -> bool:
+        return self.num_missing is not None
 
     def begin(self, total: int) -> None:
         """Take the memory for a message whose first frame is here."""

@@ -33,6 +33,7 @@ from ds_hybridep.transport.waits import waiting
 _NO_RANGE = contextlib.nullcontext()
 # A send waits for its acknowledgement, which takes a round trip.  Up to this size a copy is sent instead.
 COPIED_BYTES = 4 * 2**20
+LEAST_NOTICE_S = 10.0
 EXIT_LIMIT_S = 60.0  # how long an ending process waits for transfers under way
 KINDS = ("tokens", "expert_weights", "expert_gradients", "dense", "control")
 logger = logging.getLogger(__name__)
@@ -113,7 +114,8 @@ class Transfer:
         logger.warning("%s", self.describe(f"has waited {notice_s:.0f} s for ranks {missing}"))
         if self._ended.wait(notice_s):
             return None
-        missing = [rank for rank, handle in self.arriving if not handle.done()]
+        # A message under way has begun by now.
+        missing = [rank for rank, handle in self.arriving if not (handle.done() or handle.has_begun)]
         if gone := [(rank, one) for rank in missing for one in self.channel.unasked(rank)]:
             return f"will not end: rank {gone[0][0]} has gone on to {gone[0][1]}"
         if self._ended.wait(max(0.0, transport.timeout_s - 2 * notice_s)):
@@ -318,7 +320,8 @@ class Transport:
         *, link: LinkSettings | None = None,
     ) -> None:  # fmt: skip
         self.cluster, self.timeout_s, self.generation = cluster, timeout_s, generation
-        self.notice_s = min(timeout_s, (link.timeout_s if link else timeout_s) / 10)  # a wait that is worth a word
+        # A wait that is worth a word: longer than a broken connection takes to be made again.
+        self.notice_s = min(timeout_s, max(LEAST_NOTICE_S, (link.timeout_s if link else timeout_s) / 10))
         self.backends = tuple(backends) or ("gloo",) * len(cluster.levels)
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         self.traffic = Traffic()
