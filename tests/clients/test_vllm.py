@@ -95,17 +95,22 @@ def test_vllm_loads_adapters(pool2: ProcessPool, tmp_path: Path, family: str) ->
     tasks = [{"do": "vllm_products", "model": base, "mixed": mixed, "loads": found} for mixed, found in loads.items()]
     (alone, one, refused), (other, with_option) = VLLM.do(tasks, tmp_path)
     assert (alone, one, other, with_option) == (None,) * 4
-    assert "enable_mixed_moe_lora_format" in refused
-    for name, trained in (
-        ("attention alone", attention),
-        ("per expert", job),
-        ("fused", job),
-        ("per expert, with the option", job),
-    ):
-        found, wanted = by_hub_name(tmp_path / name), added_by_merging(trained)
-        assert found.keys() == wanted.keys(), name
-        for key, product in wanted.items():
-            torch.testing.assert_close(found[key], product, rtol=1e-5, atol=1e-6)
+    assert_adds_what_merging_adds(tmp_path / "attention alone", attention)
+    for name in ("per expert", "per expert, with the option"):
+        assert_adds_what_merging_adds(tmp_path / name, job)
+    if family == "mixtral":  # vLLM has other names for its layers than peft, and takes no notice
+        for name in ("fused", "fused, without the option"):
+            assert not [one for one in by_hub_name(tmp_path / name) if ".experts." in one]
+    else:
+        assert "enable_mixed_moe_lora_format" in refused
+        assert_adds_what_merging_adds(tmp_path / "fused", job)
+
+
+def assert_adds_what_merging_adds(products: Path, job: Job) -> None:
+    found, wanted = by_hub_name(products), added_by_merging(job)
+    assert found.keys() == wanted.keys()
+    for name, product in wanted.items():
+        torch.testing.assert_close(found[name], product, rtol=1e-5, atol=1e-6)
 
 
 def added_by_merging(job: Job) -> dict[str, torch.Tensor]:
