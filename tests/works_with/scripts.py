@@ -566,6 +566,7 @@ def grpo(job: Job, **options: Any) -> dict[str, Any]:
 
     settings = {"max_completion_length": 5, "num_generations": 2, "beta": 0.1, "max_steps": 2}
     settings["model_init_kwargs"] = {"dtype": "float32"}
+    options.setdefault("generation_kwargs", {"min_new_tokens": 5})
     trainer = GRPOTrainer(
         model=job.model_folder(),
         reward_funcs=_lengths,
