@@ -52,16 +52,6 @@ def two_trainers(job: Job) -> dict[str, Any]:
     return job.trained(second)
 
 
-def two_trainers_after_destroy(job: Job) -> dict[str, Any]:
-    model = job.model()
-    first = job.trainer(model)
-    first.train()
-    first.deepspeed.destroy()
-    second = job.trainer(model, train_dataset=job.examples(seed=1))
-    second.train()
-    return job.trained(second)
-
-
 def best_model_at_end(job: Job) -> dict[str, Any]:
     settings = {"eval_strategy": "steps", "eval_steps": 1, "save_strategy": "steps", "save_steps": 1}
     arguments = job.arguments(load_best_model_at_end=True, **settings)
@@ -481,10 +471,6 @@ def _sft(job: Job, **options: Any) -> dict[str, Any]:
 
 def sft(job: Job) -> dict[str, Any]:
     return _sft(job)
-
-
-def sft_without_auxiliary_loss(job: Job) -> dict[str, Any]:
-    return _sft(job, router_aux_loss_coef=0.0)
 
 
 def sft_packing(job: Job) -> dict[str, Any]:
