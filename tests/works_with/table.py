@@ -51,6 +51,7 @@ DROPPED = Cell("wrong", "routers stay as they were, and their adapters vanish")
 NO_COPY = Cell("fails", "cannot pickle 'torch._C._distributed_c10d.ProcessGroup' object", "DeepSpeed#7245")
 NOT_RETURNED = Cell("refused", "set managed_gradient_accumulation in ds_config to false (for LayerDrop)")
 TWO_MATRICES = Cell("other", "AutoEP has gate and up of an expert as two matrices")
+ONLY_BF16 = Cell("fails", "Expected inputs of BF16 type")
 LOSSY = Cell("other", "codecs are lossy")
 UNEQUAL = Cell("ends", "all ranks must call the model equally often")
 
@@ -106,7 +107,7 @@ SECTIONS: tuple[tuple[str, tuple[Row, ...]], ...] = (
             Row("two_trainers", "a second Trainer for the same model", autoep=NOT_FOUND),
             Row("trains_twice", "`train()` twice", *[TWICE] * 3),
             Row("reward_classification", "a reward model, `...ForSequenceClassification`"),
-            Row("trainer_torch_compile", "`torch_compile=True`"),
+            Row("trainer_torch_compile", "`torch_compile=True`", autoep=ONLY_BF16),
         ),
     ),
     (
