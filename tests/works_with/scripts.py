@@ -547,12 +547,11 @@ def _seeded() -> Any:
     return Seeded()
 
 
-def grpo(job: Job, **options: Any) -> dict[str, Any]:
+def _grpo(job: Job, **options: Any) -> dict[str, Any]:
     from trl import GRPOConfig, GRPOTrainer
 
     settings = {"max_completion_length": 5, "num_generations": 2, "beta": 0.1, "max_steps": 2}
     settings["model_init_kwargs"] = {"dtype": "float32"}
-    options.setdefault("generation_kwargs", {"min_new_tokens": 5})
     trainer = GRPOTrainer(
         model=job.model_folder(),
         reward_funcs=_lengths,
@@ -566,7 +565,7 @@ def grpo(job: Job, **options: Any) -> dict[str, Any]:
 
 
 def grpo_of_unequal_lengths(job: Job) -> dict[str, Any]:
-    return grpo(job, generation_kwargs={"eos_token_id": list(range(1, 140))})
+    return _grpo(job, generation_kwargs={"eos_token_id": list(range(1, 140))})
 
 
 def trl_reward(job: Job) -> dict[str, Any]:

@@ -120,7 +120,6 @@ SECTIONS: tuple[tuple[str, tuple[Row, ...]], ...] = (
             Row("dpo_lora", "DPO, adapters switched off", autoep=NOT_FOUND),
             Row("dpo_precomputed", "DPO, `precompute_ref_log_probs`", autoep=NOT_FOUND),
             Row("kto", "KTO"),
-            Row("grpo", "GRPO, texts of equal lengths"),
             Row("grpo_of_unequal_lengths", "GRPO, ranks stop at different lengths", autoep=WAITS),
             Row("trl_reward", "RewardTrainer"),
         ),
