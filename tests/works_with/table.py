@@ -21,7 +21,7 @@ class Cell:
     fails     DeepSpeed, or a library, raises an error with this text
     wrong     DeepSpeed, or a library, goes on with a wrong result, and says nothing
     ends      ranks wait for each other, a message with this text says so, and a time limit ends them
-    hangs     ranks wait for each other until a time limit ends them
+    hangs     ranks wait for each other until a time limit ends them, or gloo ends one whose messages do not fit
     """
 
     kind: Kind
@@ -224,7 +224,7 @@ _KINDS = {
     "fails": "error of DeepSpeed or another library",
     "wrong": "wrong, and nothing is said",
     "ends": "ranks wait, and a message says for whom",
-    "hangs": "ranks wait, and nothing is said",
+    "hangs": "ranks wait or die, and nothing says why",
 }
 
 
@@ -244,7 +244,7 @@ def _say(cell: Cell) -> str:
         case "wrong":
             return f"**wrong**: {cell.text}{issue}"
         case _:
-            return f"**hangs**{issue}"
+            return f"**hangs or dies**{issue}"
 
 
 if __name__ == "__main__":
