@@ -68,13 +68,13 @@ def attach(engine: Any, config: Mapping[str, Any] | HybridEPConfig | None = None
         supported.refuse_engine(engine, checked, layers)
         facts = facts_of(engine, layers)
         supported.refuse_devices(facts.specs)
+        _take_over(layers)
     planner = None
     if checked.is_planned:
         weak, workload = weakref.proxy(engine), workload_of(engine, layers, facts.specs)
         planner = JobPlanner(checked, facts.specs, workload, micro_steps=lambda: weak.gradient_accumulation_steps())
         log_dist(planner.describe(), ranks=[0])
         checked = planner.start_config
-    _take_over(layers)
     attachment = Attachment(engine, checked, facts, layers, planner)
     try:
         _bind_engine(attachment)
@@ -112,16 +112,21 @@ def _take_over(layers: Mapping[str, nn.Module]) -> None:
     Raises GradientNotReturnedError if one of these engines is in the middle of a gradient accumulation.
     """
     for attachment in _owners_of(layers):
-        engine = attachment.engine
-        attachment.runtime.finish()
+        engine, runtime = attachment.engine, attachment.runtime
+        # Nothing waits: a rank may have freed its earlier engine already.
+        runtime.migration.check_returned("another engine of the same model")
+        norm = runtime.undelivered_norm
         attachment.unbind()
         Patches().wrap(ENGINE, "step", engine, partial(_refuse_step, dict(layers)))
         log_dist("hybridep: an earlier engine of the same model has given its MoE layers to a new one", ranks=[0])
+        if norm:
+            log_dist(f"hybridep: gradients of norm {norm:.3g} that codecs had kept back are dropped", ranks=[-1])
 
 
 def _owners_of(layers: Mapping[str, nn.Module]) -> list[Attachment]:
     wanted = {id(layer) for layer in layers.values()}
-    return [one for one in list(attached) if any(id(layer) in wanted for layer in one.layers.values())]
+    alive = [one for one in list(attached) if one.patches.is_on]  # not of an engine that was just freed
+    return [one for one in alive if any(id(layer) in wanted for layer in one.layers.values())]
 
 
 def _refuse_step(layers: Mapping[str, nn.Module], original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -52,16 +52,6 @@ def two_trainers(job: Job) -> dict[str, Any]:
     return job.trained(second)
 
 
-def two_trainers_after_destroy(job: Job) -> dict[str, Any]:
-    model = job.model()
-    first = job.trainer(model)
-    first.train()
-    first.deepspeed.destroy()
-    second = job.trainer(model, train_dataset=job.examples(seed=1))
-    second.train()
-    return job.trained(second)
-
-
 def best_model_at_end(job: Job) -> dict[str, Any]:
     settings = {"eval_strategy": "steps", "eval_steps": 1, "save_strategy": "steps", "save_steps": 1}
     arguments = job.arguments(load_best_model_at_end=True, **settings)
@@ -483,10 +473,6 @@ def sft(job: Job) -> dict[str, Any]:
     return _sft(job)
 
 
-def sft_without_auxiliary_loss(job: Job) -> dict[str, Any]:
-    return _sft(job, router_aux_loss_coef=0.0)
-
-
 def sft_packing(job: Job) -> dict[str, Any]:
     return _sft(job, router_aux_loss_coef=0.0, packing=True)
 
@@ -561,7 +547,7 @@ def _seeded() -> Any:
     return Seeded()
 
 
-def grpo(job: Job, **options: Any) -> dict[str, Any]:
+def _grpo(job: Job, **options: Any) -> dict[str, Any]:
     from trl import GRPOConfig, GRPOTrainer
 
     settings = {"max_completion_length": 5, "num_generations": 2, "beta": 0.1, "max_steps": 2}
@@ -579,7 +565,7 @@ def grpo(job: Job, **options: Any) -> dict[str, Any]:
 
 
 def grpo_of_unequal_lengths(job: Job) -> dict[str, Any]:
-    return grpo(job, generation_kwargs={"eos_token_id": list(range(1, 140))})
+    return _grpo(job, generation_kwargs={"eos_token_id": list(range(1, 140))})
 
 
 def trl_reward(job: Job) -> dict[str, Any]:

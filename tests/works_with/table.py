@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-Kind = Literal["same", "other", "refused", "fails", "wrong", "hangs"]
+Kind = Literal["same", "other", "refused", "fails", "wrong", "ends", "hangs"]
 
 
 @dataclass(frozen=True)
@@ -20,12 +20,18 @@ class Cell:
     refused   hybridep raises an error with this text
     fails     DeepSpeed, or a library, raises an error with this text
     wrong     DeepSpeed, or a library, goes on with a wrong result, and says nothing
-    hangs     ranks wait for each other until a time limit ends them
+    ends      ranks wait for each other, a message with this text says so, and a time limit ends them
+    hangs     ranks wait for each other until a time limit ends them, or gloo ends one whose messages do not fit
     """
 
     kind: Kind
     text: str = ""  # part of the error; or what is other or wrong
     issue: str = ""  # a public report, such as "DeepSpeed#8377"
+
+    @property
+    def waits(self) -> bool:
+        """True if ranks wait until a time limit ends them."""
+        return self.kind in ("ends", "hangs")
 
     @property
     def is_an_error(self) -> bool:
@@ -44,8 +50,10 @@ WAITS = Cell("hangs", "", "DeepSpeed#6634")
 DROPPED = Cell("wrong", "routers stay as they were, and their adapters vanish")
 NO_COPY = Cell("fails", "cannot pickle 'torch._C._distributed_c10d.ProcessGroup' object", "DeepSpeed#7245")
 NOT_RETURNED = Cell("refused", "set managed_gradient_accumulation in ds_config to false (for LayerDrop)")
+TWO_MATRICES = Cell("other", "AutoEP has gate and up of an expert as two matrices")
+ONLY_BF16 = Cell("fails", "Expected inputs of BF16 type")
 LOSSY = Cell("other", "codecs are lossy")
-UNEQUAL = Cell("refused", "TODO")
+UNEQUAL = Cell("ends", "all ranks must call the model equally often")
 
 
 @dataclass(frozen=True)
@@ -62,7 +70,6 @@ class Row:
     block: Cell = SAME
     plain: Cell = SAME
     close: float = 1e-5
-    reference: str = "plain"  # the column that "same" refers to
 
     @property
     def is_slow(self) -> bool:
@@ -100,7 +107,7 @@ SECTIONS: tuple[tuple[str, tuple[Row, ...]], ...] = (
             Row("two_trainers", "a second Trainer for the same model", autoep=NOT_FOUND),
             Row("trains_twice", "`train()` twice", *[TWICE] * 3),
             Row("reward_classification", "a reward model, `...ForSequenceClassification`"),
-            Row("trainer_torch_compile", "`torch_compile=True`"),
+            Row("trainer_torch_compile", "`torch_compile=True`", autoep=ONLY_BF16),
         ),
     ),
     (
@@ -113,7 +120,6 @@ SECTIONS: tuple[tuple[str, tuple[Row, ...]], ...] = (
             Row("dpo_lora", "DPO, adapters switched off", autoep=NOT_FOUND),
             Row("dpo_precomputed", "DPO, `precompute_ref_log_probs`", autoep=NOT_FOUND),
             Row("kto", "KTO"),
-            Row("grpo", "GRPO, texts of equal lengths"),
             Row("grpo_of_unequal_lengths", "GRPO, ranks stop at different lengths", autoep=WAITS),
             Row("trl_reward", "RewardTrainer"),
         ),
@@ -147,7 +153,7 @@ SECTIONS: tuple[tuple[str, tuple[Row, ...]], ...] = (
         (
             Row("loop_full", "`engine(...)`, `backward`, `step`"),
             Row("client_optimizer_with_groups", "groups with their own rates and decay", autoep=CLIENT_GROUPS),
-            Row("muon", "Muon"),
+            Row("muon", "Muon", autoep=TWO_MATRICES, block=TWO_MATRICES),
             Row("offload_optimizer", "`offload_optimizer`"),
             Row("offload_states", "`offload_states()`, `reload_states()`"),
             Row("torch_autocast", "`torch_autocast` in bf16", close=1e-2),
@@ -217,7 +223,8 @@ _KINDS = {
     "refused": "refused with a sentence of ours",
     "fails": "error of DeepSpeed or another library",
     "wrong": "wrong, and nothing is said",
-    "hangs": "ranks wait for each other",
+    "ends": "ranks wait, and a message says for whom",
+    "hangs": "ranks wait or die, and nothing says why",
 }
 
 
@@ -232,10 +239,12 @@ def _say(cell: Cell) -> str:
             return f"refused: {cell.text}"
         case "fails":
             return f"error: {cell.text}{issue}"
+        case "ends":
+            return f"waits, with a message: {cell.text}"
         case "wrong":
             return f"**wrong**: {cell.text}{issue}"
         case _:
-            return f"**hangs**{issue}"
+            return f"**hangs or dies**{issue}"
 
 
 if __name__ == "__main__":
