@@ -99,3 +99,5 @@ def _write(plan: "Plan", target: Path, max_shard_size: str) -> None:
     ):
         write_files(plan, folder, max_shard_size, bar.update)
     print(f"{target}: {len(plan.planned)} tensors, {num_bytes / 1e9:.2f} GB")
+    if plan.left_out:
+        print(f"left out, since the model has no such parameters: {', '.join(plan.left_out)}")

@@ -28,6 +28,7 @@ from ds_hybridep.export.base import Skeleton
 from ds_hybridep.export.names import PEFT_PREFIX, Names
 from ds_hybridep.export.stored import Parameter
 
+_ROUTER = re.compile(r"\.(gate|router)\.(weight|bias)$")
 _EXPERT = re.compile(r"\.experts\.(\d+)\.")
 
 
@@ -157,7 +158,9 @@ class PeftModel:
 
     def _in_checkpoint(self, key: str) -> Parameter:
         plain = key.removeprefix(PEFT_PREFIX).replace(".base_layer.", ".")
-        parameter = self._names.adapters.get(key, self._names.weights.get(plain))
+        of_autoep = _ROUTER.sub(r".router.gate.\2", plain)  # a router that peft trains as a whole
+        weights = self._names.weights
+        parameter = self._names.adapters.get(key, weights.get(plain, weights.get(of_autoep)))
         if parameter is None:
             raise ExportError(
                 f"the checkpoint has no {key}, which the config of the adapter and --model ask for; give those of "

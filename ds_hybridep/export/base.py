@@ -4,6 +4,7 @@
 import shutil
 import warnings
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -68,12 +69,11 @@ class Base:
             if (kind := getattr(transformers, architecture, None)) is not None:
                 seen.add(kind)
                 yield Skeleton(without_weights(kind, self.config))
-        try:
-            model = without_weights(transformers.AutoModelForCausalLM.from_config, self.config)
-        except ValueError:
-            return
-        if type(model) not in seen:
-            yield Skeleton(model)
+        for make in (transformers.AutoModelForCausalLM, transformers.AutoModel):  # the last one has no head
+            with suppress(ValueError):
+                model = without_weights(make.from_config, self.config)
+                if type(model) not in seen:
+                    yield Skeleton(model)
 
     @cached_property
     def tensors(self) -> dict[str, Tensor]:

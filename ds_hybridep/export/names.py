@@ -34,6 +34,20 @@ _HEADS = (
 )
 
 
+def before_the_model(moe_path: str, names: Iterable[str]) -> str | None:
+    """Return what stands in a layer's path before the model's own names, or peft's: a module around the model adds it.
+
+    None if the model has no such layer.  names: of its parameters.
+    """
+    known = list(names)
+    parts = moe_path.split(".")
+    for at in range(len(parts)):
+        inside = ".".join(parts[at:])
+        if any(name.startswith(f"{inside}.experts.") for name in known):
+            return moe_path.removesuffix(inside).removesuffix(PEFT_PREFIX)
+    return None
+
+
 def _joined(parts: Sequence[Parameter]) -> Parameter:
     """Return gate above up, along the rows of [E, F, D]."""
     (num_experts, _, *rest), rows = parts[0].shape, [part.shape[1] for part in parts]

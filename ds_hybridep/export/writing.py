@@ -18,7 +18,7 @@ from ds_hybridep.errors import ConfigError, ExportError, UnsupportedError
 from ds_hybridep.export import adapters
 from ds_hybridep.export.base import Skeleton
 from ds_hybridep.export.folder import ShardWriter
-from ds_hybridep.export.names import fit, sort_names
+from ds_hybridep.export.names import before_the_model, fit, sort_names
 from ds_hybridep.export.stored import Parameter
 
 Form = Literal["adapters", "merged", "per-expert"]
@@ -51,6 +51,7 @@ class Plan:
     stem: str
     items: list[Item] = field(default_factory=list)
     finish: Callable[[Path], None] = lambda folder: None  # writes what a loader reads first
+    left_out: list[str] = field(default_factory=list)  # parameters of a module around the model
 
     @property
     def planned(self) -> dict[str, Tensor]:
@@ -95,6 +96,18 @@ def plan_model(
     model: `base.Base`, or what stands for the module of a running engine and has the same methods.
     adapter_config: the config of peft; a function that finds it, called only if the training has adapters.
     """
+    found = (before_the_model(path, one.shapes) for path in moe_paths[:1] for one in model.skeletons())
+    outer = next((one for one in found if one is not None), "")
+    left_out = sorted(name for name in parameters if not name.startswith(outer))
+    parameters = {name.removeprefix(outer): one for name, one in parameters.items() if name.startswith(outer)}
+    plan = _plan_inside(parameters, [path.removeprefix(outer) for path in moe_paths], model, adapter_config, options)
+    plan.left_out = left_out
+    return plan
+
+
+def _plan_inside(
+    parameters: Mapping[str, Parameter], moe_paths: Sequence[str], model: Any, adapter_config: Any, options: Options
+) -> Plan:
     names = sort_names(parameters)
     if not names.has_adapters:
         if options.form in ("adapters", "per-expert"):

@@ -147,8 +147,8 @@ def put_on(model: nn.Module, taken: Mapping[str, list[Adapter]], sources: Any) -
         layer: Any = model.get_submodule(name)
         if not getattr(type(layer), "_is_autoep_layer", False):
             raise UnsupportedError(
-                f"{name}: AutoEP did not take this layer, whose experts have adapters; with peft, "
-                f"expert_parallel.moe_layer_pattern must match {name!r}"
+                f"{name}: AutoEP did not take this layer, whose experts have adapters; leave "
+                f"expert_parallel.moe_layer_pattern out, or let it match {name!r}"
             )
         experts, own = layer.experts, experts_of(layer, layer.ep_rank)
         experts.__class__ = AdaptedExperts

@@ -84,6 +84,11 @@ TABLE = (
     Patch(PEFT_MODEL, "load_adapter", "refused: experts would keep theirs", "exit"),
     # While AutoEP makes its layers, from transformers 5.23 on.
     Patch(TRANSFORMERS_OUTPUTS, "_CAN_RECORD_REGISTRY", "AutoEP takes it for a plain dict", "AutoEP", is_method=False),
+    # The engine's optimizer; see param_groups.
+    Patch(ENGINE, "_configure_optimizer", "groups get names; frozen experts need no group"),
+    Patch(ENGINE, "_configure_zero_optimizer", "experts get groups of their own in a script's optimizer"),
+    Patch(ENGINE, "_configure_bf16_optimizer", "the same", parameters=("optimizer",)),
+    Patch(ENGINE, "_configure_fp16_optimizer", "the same", parameters=("optimizer",)),
     # The engine's optimizer step.
     Patch(ENGINE, "_take_model_step", "weights are shipped after each step, gradients must be back before it"),
     Patch(ENGINE, "_backward_prologue_per_tensor", "codecs undo what they noted of gradients that it replaces"),
@@ -94,6 +99,7 @@ TABLE = (
     Patch(MODULE, "forward_pre_hook", "notices gradients set to None; counts tokens for plans", is_method=False),
     # The layers.
     Patch(MODULE, "_hybridep", "what a MoE layer's forward below looks for", is_method=False),
+    Patch(MODULE, "forward_hook", "notices a layer whose own forward leaves ours out", is_method=False),
     Patch(MOE_LAYER, "forward", "routed experts run over expert domains", "last detach"),
     Patch(AUTOEP_LAYER, "forward", "routed experts run over expert domains", "last detach", ("hidden_states",)),
     Patch(SAVED_TENSORS, "__enter__", "see checkpoint_guard", "last detach"),

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from ds_hybridep.adaptive.planner import JobPlanner
 from ds_hybridep.config import HybridEPConfig
-from ds_hybridep.errors import GradientNotReturnedError
+from ds_hybridep.errors import GradientNotReturnedError, UnsupportedError
 from ds_hybridep.experts.migration import is_in_backward
 from ds_hybridep.experts.partitioned import full_shape
 from ds_hybridep.experts.verification import verify
@@ -297,8 +297,22 @@ class EngineStep:
         if self.dense is not None:
             self.dense.watch(optimizer)
 
+    def _refuse_other_forwards(self) -> None:
+        """Raise UnsupportedError if a layer has run, but nothing of it here.  A layer that is left out may be."""
+        for name, stats in self.runtime.layer_stats.items():
+            if stats.module_calls and not stats.calls:
+                kind = type(self.layers[name])
+                forward = vars(self.layers[name]).get("forward", kind.forward)
+                where = f"{getattr(forward, '__module__', '')}.{getattr(forward, '__qualname__', repr(forward))}"
+                raise UnsupportedError(
+                    f"{name} ({kind.__name__}) has run without hybridep, since its forward, {where}, does not call "
+                    f"DeepSpeed's: call super().forward (or the layer's forward before it was replaced) in it, or set "
+                    f'"hybridep": {{"enabled": false}}'
+                )
+
     def _take_step(self, original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
         self.watch_optimizer()
+        self._refuse_other_forwards()
         runtime, planner, dense, sites = self.runtime, self.planner, self.dense, self.sites
         runtime.before_step()
         try:

@@ -23,6 +23,7 @@ from ds_hybridep.export import writing
 from ds_hybridep.export.base import Skeleton, without_weights
 from ds_hybridep.export.folder import whole_folder
 from ds_hybridep.export.stored import Parameter
+from ds_hybridep.integration import conversion
 from ds_hybridep.integration.autoep import experts_of, is_autoep_layer
 from ds_hybridep.integration.log import log_dist
 from ds_hybridep.integration.patches import ENGINE, MODULE, TRAINER, Patches
@@ -64,7 +65,8 @@ def save_pretrained(
     said = _write(plan, Path(folder), max_shard_size)
     if reason := hear(lambda: said, longest_wait_s(0.0)):
         raise ExportError(reason)
-    log_dist(f"hybridep: {folder} is written: {len(plan.planned)} tensors", ranks=[0])
+    without = f", without {', '.join(plan.left_out[:3])}, which the model has not" if plan.left_out else ""
+    log_dist(f"hybridep: {folder} is written: {len(plan.planned)} tensors{without}", ranks=[0])
 
 
 def _write(plan: writing.Plan, folder: Path, max_shard_size: str) -> str:
@@ -127,7 +129,7 @@ class LiveModel:
     """The module of an engine, as what an export is made of."""
 
     def __init__(self, module: Any) -> None:
-        self._inner = module.get_base_model() if hasattr(module, "peft_config") else module
+        self._inner = conversion.model_inside(module)
         if not hasattr(self._inner, "config") or not hasattr(self._inner, "_from_config"):
             raise UnsupportedError(
                 f"{type(self._inner).__name__} is no model of transformers; call engine.save_checkpoint(DIR), then "
@@ -156,7 +158,7 @@ class LiveModel:
 
 def adapter_config_of(module: Any) -> Any:
     """Return the config of a module's only adapter; None if it has no adapters."""
-    configs = getattr(module, "peft_config", {})
+    configs = conversion.peft_configs_of(module)
     if len(configs) > 1:
         raise UnsupportedError(f"the model has the adapters {sorted(configs)}; an export can have one only")
     return next(iter(configs.values()), None)
@@ -197,7 +199,7 @@ def bind(patches: Patches, engine: Any, *, has_adapters: bool) -> None:
     """
     patches.wrap(ENGINE, "save_16bit_model", engine, partial(_save_16bit_model, engine))
     module = engine.module
-    inner = module.get_base_model() if hasattr(module, "peft_config") else module
+    inner = conversion.model_inside(module)
     for owner in {id(one): one for one in (inner, module if has_adapters else inner)}.values():
         if hasattr(owner, "save_pretrained"):
             patches.put(MODULE, "save_pretrained", owner, _refuse_save_pretrained)

@@ -16,7 +16,16 @@ from torch import nn
 from ds_hybridep.adaptive.planner import JobPlanner
 from ds_hybridep.config import HybridEPConfig, parse_config
 from ds_hybridep.errors import ConfigError, UnsupportedError
-from ds_hybridep.integration import autoep, checkpoint_guard, checkpoints, classic, saving, supported
+from ds_hybridep.integration import (
+    autoep,
+    checkpoint_guard,
+    checkpoints,
+    classic,
+    conversion,
+    param_groups,
+    saving,
+    supported,
+)
 from ds_hybridep.integration.attachment import Attachment, attached, attachment_of
 from ds_hybridep.integration.facts import facts_of, find_layers, workload_of
 from ds_hybridep.integration.log import log_dist
@@ -110,7 +119,10 @@ def _bind_engine(attachment: Attachment) -> None:
     patches, engine, layers, planner = attachment.patches, attachment.engine, attachment.layers, attachment.planner
     patches.share(ENGINE, "__del__", _wrap_del)
     checkpoint_guard.install(patches)
+    param_groups.bind(patches, engine, layers)
     for layer in layers.values():
+        noted = layer.register_forward_hook(torch.compiler.disable(_note_call))
+        patches.note(MODULE, "forward_hook", noted.remove)
         if autoep.is_autoep_layer(layer):
             patches.share(AUTOEP_LAYER, "forward", autoep.wrap_forward)
         else:
@@ -136,6 +148,11 @@ def _bind_engine(attachment: Attachment) -> None:
         saving.bind(patches, engine, has_adapters=bool(adapted))
     patches.share(MODULE, "zero_grad", _wrap_zero_grad_of_module)
     attachment.bind_step()
+
+
+def _note_call(layer: nn.Module, _inputs: Any, _output: Any) -> None:
+    if (hybrid := layer.__dict__.get("_hybridep")) is not None:  # else a copy of an attached layer
+        hybrid.stats.module_calls += 1
 
 
 def _destroy(attachment: Attachment, original: Callable[..., Any]) -> None:
@@ -189,18 +206,12 @@ def configure_distributed_model(original: Callable[..., Any], engine: Any, *args
 def configure_expert_parallel(
     original: Callable[..., Any], engine: Any, model: nn.Module, *args: Any, **kwargs: Any
 ) -> Any:
-    """Replaces the engine's method of this name too: sets adapters of experts aside while AutoEP makes its layers."""
+    """Replaces the engine's method of this name too: lets AutoEP find the layers, and keeps what it would drop."""
     settings = getattr(engine._config, "expert_parallel_config", None)
     if settings is None or not settings.enabled:
         return original(engine, model, *args, **kwargs)
-    from ds_hybridep.integration import adapters  # as above
-
     supported.check_transformers()  # before AutoEP fails on it with its own error
-    taken = adapters.take_off(model)
-    with autoep.plain_registry():
-        sources = original(engine, model, *args, **kwargs)
-    adapters.put_on(model, taken, sources)
-    return sources
+    return conversion.convert(original, engine, model, *args, **kwargs)
 
 
 def finish_start(engine: nn.Module) -> None:

@@ -64,6 +64,7 @@ class LayerStats:
     """What one layer did on this rank since it was attached."""
 
     calls: int = 0
+    module_calls: int = 0  # of the module that this belongs to; none of them may have come here
     rows_sent: int = 0  # to other ranks, in forward dispatches
     rows_computed: int = 0  # rows that experts processed here
     expert_rows: Counter[int] = field(default_factory=Counter)  # rows computed in training, by global expert

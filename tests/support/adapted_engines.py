@@ -10,7 +10,6 @@ import deepspeed
 from parity import Case, model_of, use_expert_groups_of
 
 BOTH = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
-PATTERN = r"base_model\.model\.model\.layers\.\d+\.mlp"
 RANK = 4
 
 
@@ -36,7 +35,6 @@ def engine_of(
     config["checkpoint"] = {"load_universal": load_universal}
     if with_block:
         config["hybridep"]["advanced"]["verify_interval"] = 1
-        config["expert_parallel"]["moe_layer_pattern"] = PATTERN
     else:
         del config["expert_parallel"]
         config["zero_optimization"] = {"stage": 0}

@@ -20,7 +20,6 @@ from toy_model import ToyConfig, batch
 import ds_hybridep
 
 SHAPE = ToyConfig(num_experts=4, k=2, ep_size=2)
-PATTERN = r"base_model\.model\.model\.layers\.\d+\.mlp"
 LEARNING_RATE = 1e-2
 BOTH = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 
@@ -63,8 +62,6 @@ class Job:
         config = self.case.ds_config(with_block=self.with_block)
         if self.world_size == 1:
             del config["expert_parallel"]
-        elif self.adapters:
-            config["expert_parallel"] |= {"moe_layer_pattern": PATTERN, "preset_model": self.family}
         return config
 
 
