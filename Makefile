@@ -19,7 +19,7 @@ BIN = $(abspath $(VENV))/bin
 export TORCH_EXTENSIONS_DIR = $(CURDIR)/.cache/torch_extensions
 export PATH := $(BIN):$(PATH)
 
-.PHONY: help demo gpu test test-gpu test-slow test-versions check fmt bench reference release clean
+.PHONY: help demo gpu test test-gpu test-slow test-clients test-versions check fmt bench reference release clean
 .DEFAULT_GOAL := help
 
 help:
@@ -28,6 +28,7 @@ help:
 	@echo "make test-gpu   those that need a GPU"
 	@echo "make gpu        all to run first on a machine with GPUs, and one page to send back; PRETEND=1: on CPUs"
 	@echo "make test-slow  those that take long, and random tests with new seeds"
+	@echo "make test-clients  vLLM and an old peft read what we write, in environments of their own"
 	@echo "make test-versions  a core of the tests with each DeepSpeed and Python"
 	@echo "make check      lint, format, types, import order"
 	@echo "make fmt        format, and fix what can be fixed"
@@ -61,7 +62,11 @@ test-gpu: $(INSTALLED)
 	$(BIN)/python -m pytest -m gpu --timeout 1200
 
 test-slow: $(INSTALLED)
-	HYPOTHESIS_PROFILE=random $(BIN)/python -m pytest -m "slow or (hypothesis and not gpu)" --timeout 7200
+	HYPOTHESIS_PROFILE=random $(BIN)/python -m pytest -m "(slow or (hypothesis and not gpu)) and not clients" --timeout 7200
+
+# Environments are made once, in .cache/clients.
+test-clients: $(INSTALLED)
+	TORCH="$(TORCH)" $(BIN)/python -m pytest -m clients --timeout 7200
 
 test-versions: $(INSTALLED)
 	TORCH="$(TORCH)" $(BIN)/nox

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from exporting import Job, engine_of, run, run_classic, save_in_all_ways, tokens_of, train
+from exporting import Job, engine_of, exported, run, run_classic, save_in_all_ways, tokens_of, train
 from process_pool import ProcessPool
 from torch import Tensor
 from toy_model import build_model
@@ -25,14 +25,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:.*:UserWarning"),  # of transformers and peft
     pytest.mark.filterwarnings("ignore:.*:FutureWarning"),
 ]
-
-
-def exported(job: Job, *options: str, name: str = "out") -> Path:
-    """The folder that the command writes."""
-    folder = Path(job.folder)
-    arguments = ["export", str(folder / "checkpoint"), "--model", str(folder / "base"), "--out", str(folder / name)]
-    assert main([*arguments, *options]) == 0
-    return folder / name
 
 
 def refusal(job: Job, capsys: pytest.CaptureFixture[str], *options: str, base: str = "base") -> str:

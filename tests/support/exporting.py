@@ -18,6 +18,7 @@ from parity import Case, loss_of, model_of, snapshot, use_expert_groups_of
 from toy_model import ToyConfig, batch
 
 import ds_hybridep
+from ds_hybridep.commands.main import main
 
 SHAPE = ToyConfig(num_experts=4, k=2, ep_size=2)
 LEARNING_RATE = 1e-2
@@ -32,6 +33,7 @@ class Job:
 
     folder: str
     family: str = "qwen3_moe"
+    shape: ToyConfig = SHAPE
     world_size: int = 2
     ep_size: int = 2
     zero_stage: int = 1
@@ -47,7 +49,7 @@ class Job:
     def case(self) -> Case:
         """The training as other tests describe it."""
         levels = (("dc", 2, 1), ("gpu", self.world_size // 2, 1))
-        toy = replace(SHAPE, ep_size=self.ep_size)
+        toy = replace(self.shape, ep_size=self.ep_size)
         return Case(
             levels=levels if self.world_size > 2 else levels[:1],
             toy=toy,
@@ -155,6 +157,14 @@ def run(job: Job) -> dict[str, Any]:
             ds_hybridep.save_pretrained(engine, folder / "live")
         found["later"] = train(engine, job, job.steps, 2)
     return found
+
+
+def exported(job: Job, *options: str, name: str = "out") -> Path:
+    """The folder that the command writes."""
+    folder = Path(job.folder)
+    arguments = ["export", str(folder / "checkpoint"), "--model", str(folder / "base"), "--out", str(folder / name)]
+    assert main([*arguments, *options]) == 0
+    return folder / name
 
 
 def save_in_all_ways(job: Job) -> dict[str, Any]:
