@@ -19,12 +19,13 @@ BIN = $(abspath $(VENV))/bin
 export TORCH_EXTENSIONS_DIR = $(CURDIR)/.cache/torch_extensions
 export PATH := $(BIN):$(PATH)
 
-.PHONY: help demo gpu test test-gpu test-slow test-clients test-versions check fmt bench reference release clean
+.PHONY: help demo gpu test test-repeat test-gpu test-slow test-clients test-versions check fmt bench reference release clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make demo       train a small model over an emulated slow link in three ways, SITES=1: in four"
 	@echo "make test       the tests that need no GPU and little time"
+	@echo "make test-repeat  the same N times beside LOAD busy processes; time, CPU-minutes and result of each run"
 	@echo "make test-gpu   those that need a GPU"
 	@echo "make gpu        all to run first on a machine with GPUs, and one page to send back; PRETEND=1: on CPUs"
 	@echo "make test-slow  those that take long, and random tests with new seeds"
@@ -57,6 +58,9 @@ gpu: $(INSTALLED)
 
 test: $(INSTALLED)
 	$(BIN)/python -m pytest -m "not slow and not gpu" -n 3 --dist loadgroup
+
+test-repeat: $(INSTALLED)
+	@$(BIN)/python .ci/repeat.py --runs $(or $(N),10) --load $(or $(LOAD),0)
 
 test-gpu: $(INSTALLED)
 	$(BIN)/python -m pytest -m gpu --timeout 1200

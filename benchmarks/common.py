@@ -13,14 +13,13 @@ import platform
 import random
 import shlex
 import shutil
-import socket
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
@@ -31,6 +30,7 @@ from pydantic import TypeAdapter
 from ds_hybridep.config_codecs import CodecConfig, WeightCodec
 from ds_hybridep.lab.launcher import RankProcesses
 from ds_hybridep.lab.network import EmulatedNetwork, why_not_permitted
+from ds_hybridep.lab.ports import hold_port
 from ds_hybridep.lab.topology import LinkSpec, Topology, parse_rate
 
 REPOSITORY = Path(__file__).resolve().parents[1]
@@ -282,9 +282,8 @@ def new_folder(path: Path) -> Path:
 
 
 def free_port() -> int:
-    """A free port below those that the system gives out by itself."""
-    first = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
-    while True:
-        port = random.SystemRandom().randrange(max(1024, first - 12_000), first)
-        with suppress(OSError), socket.create_server(("127.0.0.1", port)):
-            return port
+    """Return a free port; the system gives it to nobody else before this process ends."""
+    holder = hold_port()
+    port = int(holder.getsockname()[1])
+    holder.detach()  # it stays open
+    return port

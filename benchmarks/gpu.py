@@ -14,7 +14,6 @@ import math
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import sysconfig
@@ -27,7 +26,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.common import REPOSITORY, commit, new_folder, read_records, table
+from benchmarks.common import REPOSITORY, commit, free_port, new_folder, read_records, table
 
 SCRIPTS = Path(sysconfig.get_path("scripts"))
 TAIL_LINES = 40
@@ -129,10 +128,8 @@ def training(way: str, out: Path, num_ranks: int, pretends: bool) -> list[str | 
     if codecs is not None:
         config["hybridep"] = {"levels": levels_of(num_ranks, codecs), "report_interval": sizes["steps"]}
     (out / f"{name}.json").write_text(json.dumps(config, indent=2))
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    launch = ["--nproc_per_node", str(max(num_ranks, 1)), "--master_addr", "127.0.0.1", "--master_port", str(port)]
+    launch = ["--nproc_per_node", str(max(num_ranks, 1)), "--master_addr", "127.0.0.1"]
+    launch += ["--master_port", str(free_port())]
     # As many experts on each rank whatever their number.
     options = {**sizes, "experts": num_ranks * max(1, 16 // max(num_ranks, 1)), "log-interval": 5, "eval-interval": 0}
     return [

@@ -172,6 +172,7 @@ class Sites:
         self.now: dict[str, Life] = {}  # of each site that runs
         self._sample_at = 0.0
         self._secret, self._port = folder / "secret", free_port()
+        self._ports = {name: free_port() for name in NAMES}
         self._secret.write_text(os.urandom(16).hex())
         meet = ["-m", "ds_hybridep.commands.main", "meet", "--host", "127.0.0.1", "--port", str(self._port)]
         log = stack.enter_context((folder / "meeting").open("wb"))
@@ -202,7 +203,7 @@ class Sites:
         (folder / "settings.json").write_text(json.dumps(settings))
         (folder / "place").write_text("start".ljust(12))
         paths = os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH")]))
-        more, port = {JOB_FOLDER: str(folder), "HYBRIDEP_SITE": name, "PYTHONPATH": paths}, free_port()
+        more, port = {JOB_FOLDER: str(folder), "HYBRIDEP_SITE": name, "PYTHONPATH": paths}, self._ports[name]
         self.lives.append(life)
         for index in range(args.ranks):
             environment = {**os.environ, **rank_environment(index, args.ranks, "127.0.0.1", "lo", port), **more}

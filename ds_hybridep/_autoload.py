@@ -33,6 +33,9 @@ _UNIVERSAL_MODULE = "deepspeed.checkpoint.autoep_universal"
 _CHECKPOINT_MODULE = "deepspeed.checkpoint.deepspeed_checkpoint"
 # The program ds_report.
 _REPORT_MODULE = "deepspeed.env_report"
+# How torch, for DeepSpeed too, lets one process compile kernels while the others wait.
+_LOCK_MODULE = "torch.utils.file_baton"
+_LOCK_NOTICE_S = 30.0
 
 
 def install() -> None:
@@ -41,8 +44,9 @@ def install() -> None:
         if any(isinstance(finder, _EngineFinder) for finder in sys.meta_path):
             return
         sys.meta_path.insert(0, _EngineFinder())
-        if _ENGINE_MODULE in sys.modules:
-            _patch(sys.modules[_ENGINE_MODULE])
+        for name in (_ENGINE_MODULE, _LOCK_MODULE):
+            if name in sys.modules:
+                _patch(sys.modules[name])
     except Exception as reason:  # noqa: BLE001  whatever happens here must not break `import torch`
         _log_failure(reason, _NO_EFFECT)
 
@@ -53,7 +57,7 @@ class _EngineFinder:
     def find_spec(
         self, fullname: str, path: "Sequence[str] | None" = None, target: "ModuleType | None" = None
     ) -> "ModuleSpec | None":
-        if fullname not in (_ENGINE_MODULE, _UNIVERSAL_MODULE, _CHECKPOINT_MODULE, _REPORT_MODULE):
+        if fullname not in (_ENGINE_MODULE, _UNIVERSAL_MODULE, _CHECKPOINT_MODULE, _REPORT_MODULE, _LOCK_MODULE):
             return None
         for finder in sys.meta_path:
             find_spec = None if finder is self else getattr(finder, "find_spec", None)
@@ -91,6 +95,9 @@ def _patch(module: "ModuleType") -> None:
         return
     if module.__name__ == _REPORT_MODULE:
         _wrap(module, "op_report", _with_kernels)
+        return
+    if module.__name__ == _LOCK_MODULE:
+        _wrap(getattr(module, "FileBaton", None), "wait", _wait_for_lock)
         return
     engine_class = getattr(module, "DeepSpeedEngine", None)
     missing = [name for name in _METHODS if not hasattr(engine_class, name)]
@@ -167,6 +174,47 @@ def _with_kernels(original: "Any", *args: "Any", **kwargs: "Any") -> None:
         original(*args, **kwargs)
     finally:
         names["ALL_OPS"], names["installed_ops"] = before
+
+
+def _wait_for_lock(original: "Any", baton: "Any") -> None:
+    """Say so if the process that made the lock is gone: torch would wait for it for ever, without a word."""
+    import os
+    import time
+
+    path, since = baton.lock_file_path, time.monotonic()
+    while os.path.exists(path):
+        if time.monotonic() - since > _LOCK_NOTICE_S:
+            if "deepspeed" in sys.modules and not _is_open_somewhere(path):
+                _warn_of_lock(path)
+                break
+            since = time.monotonic()
+        time.sleep(baton.wait_seconds)
+    original(baton)
+
+
+def _warn_of_lock(path: str) -> None:
+    import logging
+
+    text = (
+        "this process has waited %.0f s for the lock %s of a build of kernels, which no process of this host holds: a "
+        "build that was interrupted leaves it; if no other host is building there, delete the file"
+    )
+    logging.getLogger("ds_hybridep").warning(text, _LOCK_NOTICE_S, path)
+
+
+def _is_open_somewhere(path: str) -> bool:
+    """Return whether a process of this host, as far as this one may look, has the file open."""
+    import os
+
+    real = os.path.realpath(path)
+    for process in filter(str.isdigit, os.listdir("/proc") if os.path.isdir("/proc") else ()):
+        try:
+            with os.scandir(f"/proc/{process}/fd") as files:
+                if any(os.path.realpath(file.path) == real for file in files):
+                    return True
+        except OSError:  # it has ended, or belongs to another user
+            continue
+    return False
 
 
 def _warn_of_misspelling(engine: "Any") -> None:

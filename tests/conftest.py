@@ -40,12 +40,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Under pytest-xdist tests of one kind run one by one in the same worker, which starts their processes once."""
     for item in items:
-        if {"pool4", "pool8", "own_pool4"} & set(getattr(item, "fixturenames", ())):
+        fixtures = set(getattr(item, "fixturenames", ()))
+        if {"pool4", "pool8", "own_pool4"} & fixtures:
             item.add_marker(pytest.mark.xdist_group("four processes"))
-        elif "pool2" in getattr(item, "fixturenames", ()):
-            item.add_marker(pytest.mark.xdist_group("two processes"))
-        elif item.get_closest_marker("dist") or item.path.parent.name == "lab":
-            item.add_marker(pytest.mark.xdist_group("processes of their own"))
+        elif item.get_closest_marker("dist") or item.path.parent.name == "lab" or "pool2" in fixtures:
+            # Together they take as long as those of four; one fork server, which imports for ten seconds, serves both.
+            item.add_marker(pytest.mark.xdist_group("other processes"))
         elif "emulated" in item.nodeid:  # the first of them compiles for half a minute
             item.add_marker(pytest.mark.xdist_group("emulated kernels"))
             item.add_marker(pytest.mark.timeout(1500))

@@ -76,6 +76,7 @@ def _add_job_arguments(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     add("--accumulation", type=_positive, default=1, metavar="N", help="gradient_accumulation_steps")
     add("--zero-stage", type=int, choices=(0, 1, 2), default=1)
+    add("--offload-optimizer", action="store_true", help="zero_optimization.offload_optimizer: count its states there")
     add("--dtype", choices=sorted(DTYPE_BYTES), help="type of parameters and activations; default bf16")
     add(
         "--learning-rate", type=float, default=DEFAULT_LEARNING_RATE, metavar="LR",
@@ -183,6 +184,7 @@ def read_workload(args: argparse.Namespace, content: Mapping[str, Any], model: M
         micro_steps=args.accumulation,
         param_bytes=DTYPE_BYTES[dtype],
         zero_stage=args.zero_stage,
+        offloads_optimizer=args.offload_optimizer,
         is_checkpointed=args.checkpointing,
         has_fused_loss=args.fused_loss,
         trainable_expert_shapes=of_expert or None,

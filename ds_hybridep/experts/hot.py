@@ -113,11 +113,8 @@ class HotReplicas:
     # -- gradients --------------------------------------------------------------------------------------------------
 
     def sum_sizes(self, slot: int) -> list[tuple[int, torch.dtype]]:
-        """Return the elements of each message of sums, and their type."""
-        if slot not in self._layouts:
-            return []
-        layout = self._layouts[slot]
-        return [(layout.num_local * one.num_elements, one.dtype) for one in layout.trainable_blocks]
+        """Return the elements of each message of sums, and the type of the parameters."""
+        return self._layouts[slot].sum_sizes if slot in self._layouts else []
 
     def sums(self, slot: int) -> list[Tensor]:
         """Return the sums of a slot, fp32 [h * n] for each trainable block, made at the first call."""
@@ -157,6 +154,14 @@ class HotReplicas:
             total.zero_()
 
     # -- memory -----------------------------------------------------------------------------------------------------
+
+    @property
+    def weights(self) -> list[Tensor]:
+        return [tensor for slot in self._weights.values() for tensor in slot]
+
+    @property
+    def kept_sums(self) -> list[Tensor]:
+        return [tensor for slot in self._sums.values() for tensor in slot]
 
     @property
     def held(self) -> list[Tensor]:

@@ -25,7 +25,7 @@ from torch.autograd import Function
 from ds_hybridep.errors import NO_SECOND_DERIVATIVES, GradientNotReturnedError, UnsupportedError, VerificationError
 from ds_hybridep.experts.partitioned import take_away
 from ds_hybridep.experts.replicas import Replicas, WeightShipment
-from ds_hybridep.experts.states import Gradients, Weights
+from ds_hybridep.experts.states import Gradients, Weights, is_in_backward, outliving_inference
 from ds_hybridep.sync.backward import refuse_partial
 from ds_hybridep.sync.transfers import Reduce, StagePipeline
 from ds_hybridep.transport.channels import Purpose, Transport, profiler_range
@@ -54,6 +54,7 @@ class LayerExperts:
     prefetched: tuple[ReturnHandle, tuple[Tensor, ...]] | None = None
     versions: list[tuple[int, int]] = field(default_factory=list)  # of the owned parameters at their last shipment
 
+    @outliving_inference()
     def ship(self, *, is_exact: bool) -> None:
         """Go from any state to SHIPPING.  Does not block."""
         self.shipment = WeightShipment(self.replicas, is_exact=is_exact)
@@ -68,8 +69,10 @@ class LayerExperts:
         assert self.returning is None, f"{self.replicas.layer}: gradients are under way"
         self.replicas.choose_hot(experts)
 
+    @outliving_inference()
     def finish_shipment(self) -> None:
         """Wait for the weights, and go from SHIPPING to FRESH."""
+        self.replicas.away.refuse()
         if self.shipment is None:
             return
         self._wait(self.weight_pipeline, self.shipment)
@@ -234,6 +237,7 @@ class MigrationManager:
             layer.start_return(handle)
         self.progress()
 
+    @outliving_inference()
     def progress(self) -> None:
         """Start what can start in the background.  Never blocks."""
         for pipeline in self._pipelines:
@@ -296,8 +300,8 @@ class MigrationManager:
             raise GradientNotReturnedError(
                 f"rank {self._transport.rank}: replica gradients of {left} were not returned to their owners before "
                 f"{before}: these layers did not run in the last backward before it (the accumulation boundary); "
-                f"run every MoE layer in that micro-batch, drop them with engine.zero_grad() (below ZeRO 2), or "
-                f"set every domain_size to 1"
+                f"run every MoE layer in that micro-batch, drop them with engine.zero_grad() (below ZeRO 2), set "
+                f"managed_gradient_accumulation in ds_config to false (for LayerDrop), or every domain_size to 1"
             )
 
     def clear_gradients(self, *, is_undone: bool) -> None:
@@ -335,11 +339,6 @@ class MigrationManager:
         for layer in self.layers:
             layer.prefetched = None  # a node that no forward took
             layer.ship(is_exact=is_exact)
-
-
-def is_in_backward() -> bool:
-    """True inside a running backward: a forward that runs there is a recomputation."""
-    return torch._C._current_graph_task_id() != -1
 
 
 # -- autograd -----------------------------------------------------------------------------------------------------

@@ -10,10 +10,12 @@ have memory from a step's first gradients until they were sent, those of the own
 
 from collections.abc import Collection, Iterable, Sequence
 from contextlib import nullcontext
+from itertools import chain
 
 import torch
 from torch import Tensor, nn
 
+from ds_hybridep.experts.away import Away
 from ds_hybridep.experts.codecs import ExpertCodecs
 from ds_hybridep.experts.hot import HotReplicas
 from ds_hybridep.experts.slots import OwnSlot, Places, SlotLayout
@@ -74,13 +76,13 @@ class Replicas(Places):
             )
         # 3. Sums of gradients, by slot, for each trainable block.
         self._sums: dict[int, list[Tensor]] = {}
+        self.away = Away(layer)
         self.feedback = _codecs_of(self, changes, rank)
 
     @property
     def weights(self) -> list[Tensor]:
         """All weights that are held, of all slots and blocks."""
-        of_hot = [] if self.hot is None else self.hot.held
-        return [*self.own.held, *(weights for slot in self._weights.values() for weights in slot), *of_hot]
+        return [*self.own.held, *chain(*self._weights.values()), *(self.hot.held if self.hot else ())]
 
     def choose_hot(self, experts: Sequence[int]) -> None:
         """Replace the hot experts.  No gradients may wait, and weights must be shipped next."""
@@ -122,9 +124,9 @@ class Replicas(Places):
         return self.own.by_name() if slot == self.own_slot else self._views[slot]
 
     def sum_sizes(self, slot: int) -> list[tuple[int, torch.dtype]]:
-        if (hot := self._hot_of(slot)) is not None:
-            return hot.sum_sizes(slot)
-        return [(self.layout.num_local * one.num_elements, one.dtype) for one in self.layout.trainable_blocks]
+        hot = self._hot_of(slot)
+        sizes = self.layout.sum_sizes if hot is None else hot.sum_sizes(slot)
+        return [(size, self.encoding.sum_dtype or dtype) for size, dtype in sizes]
 
     def make_sums(self) -> None:
         self._make_sums(self.own_slot)
@@ -279,6 +281,13 @@ class Replicas(Places):
         if self.hot is not None:
             self.hot.release()
         self.version += 1
+
+
+def kept_of(replicas: Replicas, *, are_weights: bool) -> list[Tensor]:
+    """Return weights or sums that are kept now, each with memory of its own; nothing may be under way."""
+    of_hot, slots = replicas.hot, replicas._weights if are_weights else replicas._sums
+    held = [*(replicas.own.held if are_weights else ()), *chain(*slots.values())]
+    return held if of_hot is None else held + (of_hot.weights if are_weights else of_hot.kept_sums)
 
 
 def parts_of_hot(replicas: Replicas, experts: Collection[int]) -> list[tuple[PacketPart, ...]]:

@@ -81,6 +81,11 @@ class SlotLayout:
         """Bytes of the fp32 gradient sums of a slot."""
         return 4 * self.num_local * sum(block.num_elements for block in self.trainable_blocks)
 
+    @property
+    def sum_sizes(self) -> list[tuple[int, torch.dtype]]:
+        """Elements of each trainable block of a slot, and their type."""
+        return [(self.num_local * block.num_elements, block.dtype) for block in self.trainable_blocks]
+
     def new(self, block: Block, dtype: torch.dtype | None = None) -> Tensor:
         """Return zeros [e * n] for a block, by default in its dtype."""
         return torch.zeros(self.num_local * block.num_elements, dtype=dtype or block.dtype, device=self.device)

@@ -16,7 +16,7 @@ import json
 import re
 import warnings
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -106,7 +106,7 @@ def _relaid(factor: Parameter, which: str, wrapper: _Wrapper, *, to_peft: bool =
         return factor.flatten(0, 1) if which == "A" else factor.permute(1, 2, 0).flatten(1)
 
     shape = relay(torch.empty(factor.shape, device="meta")).shape
-    return Parameter(tuple(shape), factor.dtype, lambda dtype: relay(factor.read(dtype)).contiguous())
+    return replace(factor, shape=tuple(shape), read=lambda dtype: relay(factor.read(dtype)).contiguous())
 
 
 class PeftModel:

@@ -1,15 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """A folder of safetensors files that is there as a whole or not at all.
 
-Files are written into a folder beside the wanted one, which gets its name at the end.  The file that a loader looks
-for first is written last, so that what is left of a killed process does not load either.
+A new folder is written beside its place and gets its name at the end.  For a folder that is there already, files are
+written into a folder inside it, and then take the places of the old ones.  The file that a loader looks for first
+comes last, so that what is left of a killed process does not load.
 """
 
 import contextlib
 import errno
 import json
 import os
+import re
 import shutil
+import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -31,52 +34,100 @@ DTYPE_NAMES = {
     torch.bool: "BOOL",
 }
 FIRST_READ = ("config.json", "adapter_config.json")  # by what loads the folder
+STEMS = ("model", "adapter_model")  # of files with weights
+_SHARD = r"{}-\d{{5}}-of-\d{{5}}\.safetensors"
 
 
 @contextlib.contextmanager
 def whole_folder(target: Path, *, replace: bool = False) -> Iterator[Path]:
     """Return an empty folder; what is in it at the end becomes `target`, and nothing if the body fails.
 
-    replace: `target` may hold other files; what a loader reads is replaced.
+    replace: `target` may hold other files.  Only those go that new ones replace.
 
     Raises ExportError if `target` is there already and not empty, or the disk cannot be written.
     """
     target = target.absolute()
-    is_there = target.exists() and (not target.is_dir() or any(target.iterdir()))
-    if is_there and not (replace and target.is_dir()):
+    is_there = target.exists()
+    if is_there and not (target.is_dir() and (replace or not any(target.iterdir()))):
         raise ExportError(f"{target} is there already and not empty; remove it, or name another folder")
-    partial = target.with_name(f"{target.name}.partial-{os.getpid()}")
-    with _naming(partial):
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
+    # Inside, because what is beside may be on another disk: `target` may be a mounted one.
+    place = target if is_there else target.parent
+    with _naming(target):
+        place.mkdir(parents=True, exist_ok=True)
+        partial = Path(tempfile.mkdtemp(prefix=f"{target.name}.partial-", dir=place))
+    new = partial / "new"
     try:
-        with _naming(partial):
-            yield partial
+        with _naming(new):
+            new.mkdir()
+            yield new
             if is_there:
-                _move_into(partial, target)
+                _move_into(new, target, partial / "replaced")
             else:
-                os.replace(partial, target)  # also in the place of an empty folder
-            _sync(target.parent)
+                os.replace(new, target)
+                _sync(place)
     except BaseException:
-        shutil.rmtree(partial, ignore_errors=True)
+        shutil.rmtree(new, ignore_errors=True)
+        with contextlib.suppress(OSError):
+            partial.rmdir()  # unless it holds old files that could not be moved back
+        raise
+    shutil.rmtree(partial, ignore_errors=True)
+
+
+def _move_into(source: Path, target: Path, replaced: Path) -> None:
+    """Move files into a folder that holds others, e.g. a checkpoint of the Trainer.
+
+    What they replace moves to another folder, and back if anything fails.  In between, `target` does not load: what a
+    loader reads first goes first and comes last.
+    """
+    gone = sorted(_replaced_by(source, target), key=lambda name: name not in FIRST_READ)
+    come = sorted((path.name for path in source.iterdir()), key=lambda name: name in FIRST_READ)
+    replaced.mkdir()
+    try:
+        for name in gone:
+            os.replace(target / name, replaced / name)
+        for name in come:
+            os.replace(source / name, target / name)
+        _sync(target)
+    except BaseException:
+        for name in come:
+            if not (source / name).exists():
+                os.replace(target / name, source / name)
+        for name in reversed(gone):
+            if os.path.lexists(replaced / name):
+                os.replace(replaced / name, target / name)
+        replaced.rmdir()
         raise
 
 
-def _move_into(source: Path, target: Path) -> None:
-    """Move files into a folder that holds others, e.g. a checkpoint of the Trainer.
+def _replaced_by(source: Path, target: Path) -> set[str]:
+    """Return the files of `target` that give way: of the same names, and the old weights."""
+    new = {path.name for path in source.iterdir()}
+    names = set(new)
+    for stem in STEMS:
+        if any(name == f"{stem}.safetensors" or re.fullmatch(_SHARD.format(stem), name) for name in new):
+            index = target / f"{stem}.safetensors.index.json"
+            names |= {index.name, f"{stem}.safetensors", *_listed_in(index)}
+            names |= {path.name for path in target.iterdir() if re.fullmatch(_SHARD.format(stem), path.name)}
+    return {name for name in names if os.path.lexists(target / name) and not (target / name).is_dir()}
 
-    In between, the folder does not load: what a loader reads first goes first and comes last.
-    """
-    stem = "adapter_model" if (source / "adapter_config.json").exists() else "model"
-    for old in (
-        *(path for path in target.iterdir() if path.name in FIRST_READ),
-        *target.glob(f"{stem}*.safetensors*"),
-    ):
-        old.unlink()
-    for path in sorted(source.iterdir(), key=lambda path: path.name in FIRST_READ):
-        os.replace(path, target / path.name)
-    source.rmdir()
-    _sync(target)
+
+def _listed_in(index: Path) -> set[str]:
+    """Return the shards that an index names; nothing but plain names of this folder."""
+    try:
+        names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+    except (OSError, ValueError, LookupError, TypeError, AttributeError):
+        return set()  # it goes anyway
+    return {name for name in names if isinstance(name, str) and re.fullmatch(r"[^/\\]+\.safetensors", name)}
+
+
+def shadow_of(folder: Path) -> str:
+    """Return why a loader would not read the whole model that was just written to `folder`; empty if it would."""
+    if not ((folder / "adapter_config.json").is_file() and (folder / "config.json").is_file()):
+        return ""
+    return (
+        f"{folder} also holds the adapter_config.json of an earlier save: from_pretrained loads the model named there "
+        f"with that adapter, not the model that was just written; move the file away if you want this model"
+    )
 
 
 @contextlib.contextmanager
@@ -89,7 +140,8 @@ def _naming(folder: Path) -> Iterator[None]:
         is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
         full = "; the disk is full: free some space, or name a folder on another one" if is_full else ""
         raise ExportError(
-            f"{where} cannot be written: {error.strerror or error}{full}; no folder was written"
+            f"{where} cannot be written: {error.strerror or error}{full}; nothing was written, and what was "
+            f"there before still is"
         ) from error
 
 

@@ -59,7 +59,24 @@ def _joined(parts: Sequence[Parameter]) -> Parameter:
             place.copy_(part.read(dtype))
         return whole
 
-    return Parameter(shape, parts[0].dtype, read)
+    return Parameter(shape, parts[0].dtype, read, parts[0].is_frozen)
+
+
+def plain_name(full: str) -> str:
+    """Return the model's own name of a weight inside peft's wrappers."""
+    plain = full.removeprefix(PEFT_PREFIX).replace(".original_module.", ".")
+    while ".base_layer." in plain:  # experts have one wrapper for each of their parameters
+        plain = plain.replace(".base_layer.", ".")
+    return plain
+
+
+def name_in_file(full: str) -> tuple[str, str]:
+    """Return the name in peft's files of what an adapter has, and the adapter's name; empty for other parameters."""
+    if found := _ADAPTER.fullmatch(full):
+        return f"{found[1]}.{found[2]}{found[4] or ''}", found[3]
+    if found := _SAVED.fullmatch(full):
+        return f"{found[1]}.{found[3]}", found[2]
+    return "", ""
 
 
 @dataclass
@@ -83,16 +100,13 @@ def sort_names(parameters: Mapping[str, Parameter]) -> Names:
     for full, parameter in parameters.items():
         if FACTOR.fullmatch(full):
             names.factors[full.removeprefix(PEFT_PREFIX)] = parameter
-        elif is_peft and (found := _ADAPTER.fullmatch(full)):
-            names.adapters[f"{found[1]}.{found[2]}{found[4] or ''}"] = parameter
-            adapter_names.add(found[3])
-        elif is_peft and (found := _SAVED.fullmatch(full)):
-            names.adapters[f"{found[1]}.{found[3]}"] = parameter
-            saved[f"{found[1]}.{found[3]}".removeprefix(PEFT_PREFIX)] = parameter
-            adapter_names.add(found[2])
+        elif is_peft and (in_file := name_in_file(full))[0]:
+            names.adapters[in_file[0]] = parameter
+            adapter_names.add(in_file[1])
+            if _SAVED.fullmatch(full):
+                saved[in_file[0].removeprefix(PEFT_PREFIX)] = parameter
         else:
-            plain = full.removeprefix(PEFT_PREFIX).replace(".original_module.", ".")
-            names.weights[plain.replace(".base_layer.", ".") if is_peft else plain] = parameter
+            names.weights[plain_name(full) if is_peft else full] = parameter
     if len(adapter_names) > 1:
         raise UnsupportedError(f"the checkpoint has the adapters {sorted(adapter_names)}; an export can have one only")
     names.weights |= saved

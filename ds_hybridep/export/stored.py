@@ -44,6 +44,7 @@ class Parameter:
     shape: tuple[int, ...]
     dtype: torch.dtype  # how it is stored
     read: Callable[[torch.dtype], Tensor]  # returns it, rounded to a dtype
+    is_frozen: bool = False  # known of a running engine only
 
 
 def in_files(shape: Sequence[int], pieces: Sequence[Piece]) -> Parameter:

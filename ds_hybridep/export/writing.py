@@ -18,7 +18,7 @@ from ds_hybridep.errors import ConfigError, ExportError, UnsupportedError
 from ds_hybridep.export import adapters
 from ds_hybridep.export.base import Skeleton
 from ds_hybridep.export.folder import ShardWriter
-from ds_hybridep.export.names import before_the_model, fit, sort_names
+from ds_hybridep.export.names import before_the_model, fit, name_in_file, plain_name, sort_names
 from ds_hybridep.export.stored import Parameter
 
 Form = Literal["adapters", "merged", "per-expert"]
@@ -124,6 +124,35 @@ def _plan_inside(
         return _per_expert(skeleton, peft_model, model, dtype)
     items = [_single(key, parameter, dtype) for key, parameter in peft_model.parameters().items()]
     return Plan("adapter_model", items, partial(adapters.write_config, config, model.name))
+
+
+def by_own_names(
+    parameters: Mapping[str, Parameter], moe_paths: Sequence[str], model: Any, adapter_config: Any
+) -> dict[str, Parameter]:
+    """Return what `state_dict()` would hold without expert parallelism, by its names there, with peft's names.
+
+    Arguments are those of `plan_model`.
+    """
+    names = sort_names(parameters)
+    skeleton = _skeleton(names.weights, moe_paths, model)
+    found = fit(names.weights, moe_paths, skeleton.shapes, skeleton.tied)
+    expected, in_files = skeleton.model.state_dict(), {}
+    if names.has_adapters:
+        peft_model = adapters.PeftModel(skeleton.fresh(), adapter_config(), names)
+        expected, in_files = peft_model.model.state_dict(), peft_model.parameters()
+
+    def value(name: str) -> Parameter:
+        plain, in_file = plain_name(name), name_in_file(name)[0]
+        if name in parameters:
+            return parameters[name]
+        if in_file in in_files:
+            return in_files[in_file]
+        plain = plain if plain in found else skeleton.tied.get(plain, plain)
+        if plain not in found:
+            raise ExportError(f"the module has no {name}, which {type(skeleton.model).__name__} has")
+        return found[plain]
+
+    return {name: value(name) for name in expected}
 
 
 def _skeleton(weights: Mapping[str, Parameter], moe_paths: Sequence[str], model: Any) -> Skeleton:

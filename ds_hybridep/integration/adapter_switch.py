@@ -10,7 +10,8 @@ from functools import partial
 from typing import Any, NoReturn
 
 from peft import PeftModel
-from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer
+from peft.tuners.lora.layer import LoraLayer
+from peft.tuners.tuners_utils import BaseTuner
 from torch import nn
 
 from ds_hybridep.errors import UnsupportedError
@@ -31,7 +32,7 @@ _OF_TUNER = {
 _OF_MODEL = {"load_adapter": ("load_adapter()", _LOADED)}
 
 
-class AdapterSwitch(nn.Module, BaseTunerLayer):
+class AdapterSwitch(nn.Module, LoraLayer):
     """What peft finds in a layer whose experts have adapters.  Has no parameters.
 
     layer: name of the MoE block.
@@ -39,10 +40,14 @@ class AdapterSwitch(nn.Module, BaseTunerLayer):
     """
 
     weight = bias = None  # type: ignore[assignment]  # peft's look for what this module wraps, and never end
+    adapter_layer_names = other_param_names = ()
+    lora_A: Any = {}  # peft looks for adapters in these
+    lora_B = lora_embedding_A = lora_embedding_B = lora_A
 
     def __init__(self, layer: str, adapter: str) -> None:
         super().__init__()
         self.layer, self._active_adapter = layer, [adapter]
+        self.scaling = {adapter: 1.0}  # times what the experts have; peft's `rescale_adapter_scale` changes it
 
     def set_adapter(self, adapter_names: str | list[str], inference_mode: bool = False) -> None:
         """Raise UnsupportedError for other adapters than the one there is, and for `inference_mode`."""

@@ -63,9 +63,10 @@ class AdaptedExperts(GroupedExperts):  # type: ignore[misc]  # DeepSpeed has no 
             output = super().forward(x, num_tokens_per_expert)
             return output
         weights = {name: getattr(self, name) for name in ("w1", "w2", "w3")}
+        (rescaling,) = self.switch.scaling.values()
         for parameter, scaling in self.scalings.items():
             lora_a, lora_b = (getattr(self, name) for name in factor_names(parameter))
-            delta = scaling * (lora_b @ lora_a)
+            delta = rescaling * scaling * (lora_b @ lora_a)
             for name, part in zip(PARTS[parameter], delta.chunk(len(PARTS[parameter]), dim=1), strict=True):
                 weights[name] = weights[name] + part
         adapted = copy.copy(self)
@@ -215,6 +216,10 @@ def save(layers: Mapping[str, Any], folder: Path, step: int) -> None:
     path = folder / FACTOR_FILES.replace("*", f"{first.ep_rank:05d}")
     torch.save(record, path.with_suffix(".partial"))
     os.replace(path.with_suffix(".partial"), path)
+    kept = {FACTOR_FILES.replace("*", f"{ep_rank:05d}") for ep_rank in range(first.ep_size)}
+    for old in folder.glob(FACTOR_FILES):
+        if old.name not in kept:  # of an earlier save to this tag, by more ranks
+            old.unlink(missing_ok=True)
 
 
 def load(layers: Mapping[str, Any], folder: Path) -> None:

@@ -223,6 +223,21 @@ class Attachment(EngineStep):
         if self.engine.zero_optimization_stage() == 3 and migration.is_stale:
             migration.refresh()
 
+    def coupled_ranks(self) -> tuple[int, ...]:
+        """Return the ranks that must run a forward together with this one, in order; empty if it can run alone.
+
+        Weights that no forward has shipped yet need all ranks once.
+        """
+        layers = self.runtime.layers  # the others leave tokens to DeepSpeed
+        if self.engine.zero_optimization_stage() == 3:
+            return tuple(range(self.runtime.transport.world_size))
+        groups = [
+            set(spec.group_ranks)
+            for spec in self.facts.specs
+            if len(spec.group_ranks) > 1 and (spec.name not in layers or layers[spec.name].exchanges)
+        ]
+        return tuple(sorted(set().union(*groups)))
+
     # -- reports ----------------------------------------------------------------------------------------------------
 
     def publish(self, report: dict[str, Any]) -> None:

@@ -21,6 +21,8 @@ from ds_hybridep.integration.patches import TRANSFORMERS_OUTPUTS, Patches
 from ds_hybridep.tokens.layer import HybridMoE
 from ds_hybridep.transport.job import group_ranks
 
+_OF_RANKS = ("ep_group", "tp_group", "folding_group_handles", "_deepep_exchange")  # of a layer; copies share them
+
 
 def is_autoep_layer(module: nn.Module) -> bool:
     """Return True for layers that AutoEP made for the "expert_parallel" block."""
@@ -129,6 +131,19 @@ def _finalize_output(layer: Any, output: Tensor, x: Tensor, hidden_states: Tenso
         output = output + shared.reshape(output.shape)
     logits, layer._cached_router_logits = layer._cached_router_logits, None
     return (output, logits) if layer.return_router_logits else output
+
+
+def deep_copy(layer: Any, memo: dict[int, Any]) -> Any:
+    """Return what `copy.deepcopy` returns of an attached layer: one of AutoEP, which shares the groups of ranks.
+
+    Without it, a copy of a model (an average of its weights, for example) fails, as it does with AutoEP alone.
+    """
+    made: Any = object.__new__(type(layer))
+    memo[id(layer)] = made
+    for name, value in vars(layer).items():
+        if name != "__deepcopy__":
+            vars(made)[name] = value if name in _OF_RANKS else copy.deepcopy(value, memo)
+    return made
 
 
 def experts_of(layer: Any, ep_rank: int) -> list[int]:

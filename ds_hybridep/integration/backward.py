@@ -5,6 +5,7 @@ Those of the last one before an optimizer step are summed.  If that step does no
 
     ZeRO 1 and 2    the last backward before a step fills `averaged_gradients`; without that step, the next one fills
                     them anew; it adds to them if they are fp32 and parameters are not
+    with offload    the same, on the host; ZeRO 2 adds if the step had several backwards
     ZeRO 3          the first backward after a step or after the optimizer's zero_grad fills the partitions anew
     others          gradients are added up until zero_grad
 """
@@ -24,6 +25,8 @@ def replaces_gradients(engine: Any, *, is_boundary: bool) -> bool:
     optimizer = engine.optimizer
     if engine.zero_optimization_stage() == 3:
         return bool(optimizer.micro_step_id == 0)
+    if getattr(optimizer, "cpu_offload", False):
+        return is_boundary and holds_averaged(optimizer) and _replaces_on_host(engine)
     averaged = getattr(optimizer, "averaged_gradients", None) or {}
     # After a step the table still has an entry for each group: None.
     kept = [group for group in averaged.values() if group is not None] if is_boundary else []
@@ -36,3 +39,27 @@ def replaces_gradients(engine: Any, *, is_boundary: bool) -> bool:
             f"the parameters"
         )
     return adds == {False}
+
+
+def _replaces_on_host(engine: Any) -> bool:
+    """Return True if a backward replaces gradients that the last one of a step has copied to the host."""
+    optimizer = engine.optimizer
+    adds_up = getattr(optimizer, "_use_compact_grad_partition_buffer", lambda _: False)  # older DeepSpeeds have none
+    are_added = {adds_up(at) for at in range(len(optimizer.bit16_groups))}
+    if optimizer.micro_step_id > 0 or are_added == {True}:
+        return False
+    if len(are_added) == 2 or optimizer.accumulated_grads_in_cpu:
+        raise UnsupportedError(
+            f"rank {engine.global_rank}: engine.step() was left out after the last backward of a step, and with "
+            f"zero_optimization.offload_optimizer DeepSpeed then adds gradients of an earlier step, which codecs of "
+            f"gradients cannot follow; call engine.step() after it, or leave out offload_optimizer"
+        )
+    return True
+
+
+def holds_averaged(optimizer: Any) -> bool:
+    """Return True if averaged gradients wait for the step apart from `.grad`, so that no zero_grad drops them."""
+    if getattr(optimizer, "cpu_offload", False) or getattr(optimizer, "offload_optimizer", False):
+        return bool(optimizer.norm_for_param_grads)  # noted while they are copied to the host; a step drops them
+    averaged = getattr(optimizer, "averaged_gradients", None) or {}
+    return any(group is not None for group in averaged.values())  # after a step each entry is None

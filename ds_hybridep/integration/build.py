@@ -2,9 +2,10 @@
 """Makes the layers of a plan from the settings and the model's MoE layers."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from ds_hybridep.codecs import make_codec, make_weight_codec
@@ -41,7 +42,7 @@ class Facts:
     is_boundary: returns True if the running backward is the last before the optimizer step.
     sync_groups: returns, by name, the ranks that hold the same parameters, if settings synchronise these by level.
     parameters: returns the model's, by name.
-    master_of, loss_scale: as in `Encoding`.
+    master_of, loss_scale, sum_dtype: as in `Encoding`.
     """
 
     specs: tuple[LayerSpec, ...]
@@ -50,6 +51,11 @@ class Facts:
     parameters: Callable[[], Iterable[tuple[str, nn.Parameter]]] = tuple
     master_of: Callable[[nn.Parameter], Tensor | None] = no_master
     loss_scale: Callable[[], float] = no_scale
+    sum_dtype: torch.dtype | None = None
+
+    def complete(self, encoding: Encoding) -> Encoding:
+        """Return the encoding of experts with what depends on the engine."""
+        return replace(encoding, master_of=self.master_of, loss_scale=self.loss_scale, sum_dtype=self.sum_dtype)
 
 
 @dataclass(frozen=True)

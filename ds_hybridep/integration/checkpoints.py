@@ -30,23 +30,26 @@ def save(
     # Engines that write in the background do not say when they have finished.
     marks = is_first and not engine.checkpoint_engine.is_decoupled()
     mark = folder / whole_checkpoints.MARK  # from before the first rank writes until all have written
-    if marks:
-        folder.mkdir(parents=True, exist_ok=True)
-        mark.touch()
-    agree({"saves": tag}, transport.timeout_s)
+    with announcing_failure():
+        if marks:
+            folder.mkdir(parents=True, exist_ok=True)
+            mark.touch()
+    agree({"saves": tag}, transport.timeout_s, remedy=saving.remedy_for("engine.save_checkpoint"))
     # Ours come first: DeepSpeed ends with the file that names the newest checkpoint, and a barrier.
-    attachment.runtime.codecs.save(folder, engine.global_steps)
-    if attachment.sites is not None:
-        attachment.sites.save(folder)
-    if adapted := adapted_layers(attachment.layers):
-        from ds_hybridep.integration import adapters
+    with announcing_failure():
+        attachment.runtime.codecs.save(folder, engine.global_steps)
+        if attachment.sites is not None:
+            attachment.sites.save(folder)
+        if adapted := adapted_layers(attachment.layers):
+            from ds_hybridep.integration import adapters
 
-        adapters.save(adapted, folder, engine.global_steps)
-    config = saving.adapter_config_of(engine.module)
-    if config is not None and is_first:
-        write_json(folder / ADAPTER_CONFIG, config.to_dict(), default=_plain)
-    if planner is not None and is_first:
-        write_json(folder / PLAN_FILE, planner.record(attachment.runtime))
+            adapters.save(adapted, folder, engine.global_steps)
+        config = next(map(saving.adapter_config_of, saving.models_in(engine.module).values()), None)
+        if config is not None and is_first:
+            write_json(folder / ADAPTER_CONFIG, config.to_dict(), default=_plain)
+        if planner is not None and is_first:
+            write_json(folder / PLAN_FILE, planner.record(attachment.runtime))
+    agree({"saved beside": tag}, transport.timeout_s)  # in DeepSpeed's barriers nobody would hear of a failure
     saved = original(save_dir, tag, *args, **kwargs)
     with announcing_failure():
         if marks:

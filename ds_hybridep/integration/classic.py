@@ -6,12 +6,17 @@ from typing import Any
 
 import torch
 from deepspeed.moe.sharded_moe import MOELayer
-from torch import Tensor
+from torch import Tensor, nn
 
 from ds_hybridep.errors import ConfigError, UnsupportedError
 from ds_hybridep.experts.layer_spec import LayerSpec
 from ds_hybridep.tokens.layer import HybridMoE, call_expert
 from ds_hybridep.transport.job import group_ranks
+
+
+def is_classic(module: nn.Module) -> bool:
+    """Return True for the layers of deepspeed.moe.layer.MoE."""
+    return isinstance(module, MOELayer)
 
 
 def spec_of(name: str, layer: MOELayer) -> LayerSpec:

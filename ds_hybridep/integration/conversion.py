@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import nn
 
-from ds_hybridep.errors import UnsupportedError
+from ds_hybridep.errors import ConfigError, UnsupportedError
 from ds_hybridep.integration.autoep import is_autoep_layer, plain_registry
 
 _REPLACED = "_hybridep_replaced"  # of an engine that is being made
@@ -68,8 +68,11 @@ def peft_configs_of(module: nn.Module) -> dict[str, Any]:
 def _parts(model: nn.Module, settings: Any) -> list[tuple[nn.Module, Any]]:
     """Return the modules that AutoEP is run on, and the settings for each; `model` itself if it finds none below it.
 
-    First come models whose layers have their usual names, then models without a head, whose names are shorter.
+    First come models whose layers have their usual names, then models without a head, whose names are shorter.  If an
+    earlier engine has made the layers, they stay, and AutoEP only makes groups of ranks.
     """
+    if made := {int(vars(layer)["ep_size"]) for layer in model.modules() if is_autoep_layer(layer)}:
+        return [(nn.Module(), _for_no_layers(settings, made))]
     if settings.moe_layer_pattern is not None:
         return [(model, settings)]
     parts: list[tuple[nn.Module, Any]] = []
@@ -94,6 +97,21 @@ def _parts(model: nn.Module, settings: Any) -> list[tuple[nn.Module, Any]]:
                 of_part.moe_layer_pattern = "|".join(map(re.escape, new))
             parts.append((module, of_part))
     return parts or [(model, settings)]
+
+
+def _for_no_layers(settings: Any, made: set[int]) -> Any:
+    """Return settings with which AutoEP looks for no layers.
+
+    made: the sizes of the expert-parallel groups that the model's layers were made for.
+    """
+    if made != {settings.autoep_size}:
+        raise ConfigError(
+            f"expert_parallel.autoep_size is {settings.autoep_size}, but an earlier deepspeed.initialize has made the "
+            f"model's layers for {', '.join(map(str, sorted(made)))}; use the same size, or load the model anew"
+        )
+    found = copy.copy(settings)
+    found.preset_model = found.moe_layer_pattern = None
+    return found
 
 
 def _preset_of(module: nn.Module, settings: Any) -> Any:

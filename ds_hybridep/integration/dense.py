@@ -159,6 +159,7 @@ class DenseSync:
         ZeRO 0            `.grad` of every parameter
         BF16_Optimizer    `fp32_groups_gradients_flat`, whole on every rank
         ZeRO 1 and 2      `averaged_gradients`, those of this rank's partitions
+          with offload    `.grad` of the fp32 weights on the host
         """
         self._is_stepping, self._gathers = True, []
 

@@ -37,6 +37,7 @@ def facts_of(engine: Any, layers: Mapping[str, Any]) -> Facts:
         parameters=lambda: weak.module.named_parameters(),
         master_of=_master_of,
         loss_scale=partial(loss_scale_of, weak),
+        sum_dtype=engine._config.communication_data_type,  # None unless ds_config has it
     )
 
 
@@ -100,7 +101,10 @@ def workload_of(engine: Any, layers: Mapping[str, Any], specs: Sequence[LayerSpe
 
 
 def _master_of(parameter: Any) -> Tensor | None:
-    """Return the fp32 copy that DeepSpeed's optimizer updates; None if this rank has only a part of it, or none."""
+    """Return the fp32 copy that DeepSpeed's optimizer updates, on the parameter's device.
+
+    None if this rank has only a part of it, or none.
+    """
     stage3 = getattr(parameter, "_z3_optimizer", None)
     if stage3 is not None and parameter.requires_grad:
         is_whole = parameter.partition_numel() == parameter.ds_numel
@@ -110,4 +114,5 @@ def _master_of(parameter: Any) -> Tensor | None:
     if mapping is None or mapping.lp_fragment_address.numel != parameter.numel():
         return None
     fragment: Tensor = mapping.hp_fragment
-    return fragment
+    # With optimizer offload it is on the host.  It changes next in a step that waits for what is made of it now.
+    return fragment.to(parameter.device, non_blocking=True)

@@ -25,6 +25,7 @@ class GradientNorms:
             ("has_overflow", self._has_overflow),
             ("scaled_global_norm", self._global_norm),
             ("get_grad_norm_direct", self._norm),
+            ("complete_grad_norm_calculation_for_cpu_offload", self._norm_on_host),
             ("_average_expert_grad_norms", self._average),
         ):
             patches.wrap(ZERO_OPTIMIZER, name, optimizer, replacement)
@@ -36,15 +37,20 @@ class GradientNorms:
     def _has_overflow(self, _original: Callable[..., Any], *_args: Any, **_kwargs: Any) -> bool:
         """Return True if a gradient is inf or nan on any rank."""
         optimizer = self._optimizer
-        flag = optimizer.has_overflow_partitioned_grads_serial().reshape(()).double()
-        squares = [_square(optimizer.averaged_gradients[at]) for at in range(len(optimizer.bit16_groups))]
+        if optimizer.cpu_offload:  # DeepSpeed has noted a flag and norms while it copied gradients to the host
+            flag = torch.tensor(float(optimizer.local_overflow), dtype=torch.double)
+            squares = [self._noted_square(parameters) for parameters in optimizer.params_in_partition]
+        else:
+            flag = optimizer.has_overflow_partitioned_grads_serial().reshape(()).double()
+            squares = [_square(optimizer.averaged_gradients[at]) for at in range(len(optimizer.bit16_groups))]
         numbers = torch.stack([flag, *(square.to(flag) for square in squares)]).cpu()
         found = self._group.reduce_numbers(numbers, is_max=torch.arange(len(numbers)) == 0)
         self._squares = found[1:].float()
         return bool(found[0])
 
     def _global_norm(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if self._squares is None:  # nobody has asked for the flag
+        changes_host_norms = self._optimizer.cpu_offload and self._has_muon
+        if self._squares is None or changes_host_norms:  # nobody has asked for the flag, or norms have changed since
             self._has_overflow(original)
         try:
             return original(*args, **kwargs)
@@ -54,10 +60,29 @@ class GradientNorms:
     def _norm(self, original: Callable[..., Any], gradients: Any, *args: Any, **kwargs: Any) -> Any:
         """Return the norm of one parameter group over all ranks; -1 if it is inf or nan, as DeepSpeed wants it."""
         at = next((at for at, one in self._optimizer.averaged_gradients.items() if one is gradients), None)
-        if self._squares is None or at is None:
-            return original(gradients, *args, **kwargs)
+        return original(gradients, *args, **kwargs) if self._squares is None or at is None else self._answer(at)
+
+    def _norm_on_host(self, original: Callable[..., Any], parameters: Any) -> Any:
+        """Return the same, of the gradients of a list of `params_in_partition`."""
+        at = next((at for at, one in enumerate(self._optimizer.params_in_partition) if one is parameters), None)
+        return original(parameters) if self._squares is None or at is None else self._answer(at)
+
+    def _answer(self, at: int) -> Tensor:
+        assert self._squares is not None
         norm = self._squares[at].to(self._optimizer.device).pow(0.5)
         return norm.where(norm.isfinite(), -1.0)
+
+    def _noted_square(self, parameters: Sequence[Any]) -> Tensor:
+        """Return the squared norm of gradients of `parameters` that went to the host; some may have none."""
+        noted = self._optimizer.norm_for_param_grads
+        ids = map(self._optimizer.get_param_id, parameters)
+        norms = [noted[param_id].double() for param_id in ids if param_id in noted]
+        return torch.stack(norms).square().sum().float() if norms else torch.zeros(())
+
+    @property
+    def _has_muon(self) -> bool:
+        """True if gradients on the host change after DeepSpeed has asked for the flag."""
+        return any(getattr(one, "use_muon", False) for group in self._optimizer.bit16_groups for one in group)
 
     def _average(self, _original: Callable[..., Any], _norms: Any) -> None:
         """Do nothing: all ranks have the same norms of experts."""

@@ -39,6 +39,10 @@ SAVED_TENSORS = "torch.autograd.graph:saved_tensors_hooks"
 TORCH_CHECKPOINTING = "torch.utils.checkpoint:CheckpointFunction"
 DEEPSPEED_CHECKPOINTING = "deepspeed.runtime.activation_checkpointing.checkpointing:CheckpointFunction"
 TRAINER = "transformers.trainer:Trainer"
+PRE_TRAINED = "transformers.modeling_utils:PreTrainedModel"
+ACCELERATOR = "accelerate.accelerator:Accelerator"
+GENERATION = "transformers.generation.utils:GenerationMixin"
+FILE_BATON = "torch.utils.file_baton:FileBaton"
 TRANSFORMERS_OUTPUTS = "transformers.utils.output_capturing"
 PEFT_MODEL = "peft.peft_model:PeftModel"
 PEFT_TUNER = "peft.tuners.lora.model:LoraModel"
@@ -64,6 +68,12 @@ class Patch:
 _SUMS = "bucket", "communication_data_type", "process_group"
 _LOADED = "load_optimizer_states", "load_module_only"
 _LAYERS = ("autoep_layers_metadata",)
+_FILE = "save_dir", "save_filename", "exclude_frozen_parameters"
+_OPTIONAL = "transformers.", "peft.", "accelerate."  # checked where a program has imported them
+_SAVED = "is_main_process", "state_dict"
+_COMPILED = "backend", "compile_kwargs", "schedule", "compiled_autograd_enabled"
+_UNFINISHED = "this_peer_finished", "synced_gpus"
+_OFFLOADED = "include", "device", "pin_memory", "non_blocking"
 
 TABLE = (
     # The import hook makes these.
@@ -73,6 +83,7 @@ TABLE = (
     Patch(CHECKPOINT, "_lightweight_autoep_metadata", "ds_to_universal learns of adapters", "exit", ("model_state",)),
     Patch(UNIVERSAL, "get_autoep_zero12_expert_param_info", "and takes them along", "exit", _LAYERS),
     Patch(DS_REPORT, "op_report", "ds_report lists the kernels", "exit"),
+    Patch(FILE_BATON, "wait", "a start that waits for a build that was interrupted says so", "exit"),
     # Of one model whose experts have adapters; see adapter_switch.
     Patch(PEFT_TUNER, "merge_adapter", "refused: it would merge other adapters only", "exit"),
     Patch(PEFT_TUNER, "_unload_and_optionally_merge", "refused: the same, for good", "exit"),
@@ -102,21 +113,37 @@ TABLE = (
     Patch(MODULE, "forward_hook", "notices a layer whose own forward leaves ours out", is_method=False),
     Patch(MOE_LAYER, "forward", "routed experts run over expert domains", "last detach"),
     Patch(AUTOEP_LAYER, "forward", "routed experts run over expert domains", "last detach", ("hidden_states",)),
+    Patch(AUTOEP_LAYER, "__deepcopy__", "a copy shares groups of ranks, which cannot be copied", is_method=False),
     Patch(SAVED_TENSORS, "__enter__", "see checkpoint_guard", "last detach"),
     Patch(TORCH_CHECKPOINTING, "apply", "see checkpoint_guard", "last detach"),
     Patch(DEEPSPEED_CHECKPOINTING, "apply", "see checkpoint_guard", "last detach"),
+    # What scripts do between steps.
+    Patch(GENERATION, "generate", "ranks go on until all texts have ended", "last detach", ("synced_gpus",)),
+    Patch(GENERATION, "_has_unfinished_sequences", "and say so over our link", "last detach", _UNFINISHED),
+    Patch(
+        GENERATION, "_update_model_kwargs_for_generation", "texts that have ended", "last detach", ("model_kwargs",)
+    ),
+    Patch(ENGINE, "offload_states", "replicas leave the device too", parameters=_OFFLOADED),
+    Patch(ENGINE, "reload_states", "and come back", parameters=("non_blocking",)),
     # Checkpoints and models that are written.
     Patch(ENGINE, "save_checkpoint", "the state of codecs, adapters and plan is saved too", parameters=("tag",)),
     Patch(ENGINE, "load_checkpoint", "and loaded; then weights are shipped", parameters=_LOADED),
     Patch(ENGINE, "load_module_state_dict", "files hold only the adapters of one rank", parameters=("checkpoint",)),
     Patch(MODULE, "load_state_dict_post_hook", "weights that were loaded are shipped", is_method=False),
-    Patch(ENGINE, "save_16bit_model", "it would write the experts of rank 0 only", parameters=("save_dir",)),
-    Patch(MODULE, "save_pretrained", "of transformers: it would write the experts of one rank", is_method=False),
+    Patch(ENGINE, "save_16bit_model", "it would write the experts of rank 0 only", parameters=_FILE),
+    Patch(ENGINE, "_zero3_consolidated_16bit_state_dict", "refused by DeepSpeed", parameters=_FILE[2:]),
+    Patch(ACCELERATOR, "get_state_dict", "as save_16bit_model above", "last detach", ("model",)),
     Patch(TRAINER, "save_model", "as save_16bit_model above", "last detach", ("output_dir", "_internal_call")),
+    Patch(PRE_TRAINED, "save_pretrained", "it would write the experts of one rank", "last detach", _SAVED),
+    Patch(PEFT_MODEL, "save_pretrained", "the same, of adapters of experts", "last detach", _SAVED[:1]),
+    # Newer versions of peft have it; older ones look at names.
+    Patch(PEFT_TUNER, "_get_adapter_state_dict", "finds adapters of experts", "last detach", is_method=False),
+    Patch(MODULE, "state_dict_pre_hook", "warns of experts of one rank; see other_saves", is_method=False),
     # The end, and what is refused.
     Patch(ENGINE, "destroy", "connections and threads end with the engine"),
     Patch(ENGINE, "__del__", "an engine that is dropped gives its layers back, and waits for nobody", "last detach"),
-    Patch(ENGINE, "compile", "refused: hooks of autograd were never tested under it"),
+    Patch(ENGINE, "compile", "refused with DeepCompile or compiled autograd", parameters=_COMPILED),
+    Patch(ENGINE, "step", "refused once a later engine has the same layers: copies would not hear of it", "exit"),
     Patch(ENGINE, "coalesce_grad_reduction", "refused: gradients of replicas would come too late"),
     # Dense parameters, and experts with several copies.
     Patch(ENGINE, "_get_gradients_for_reduction", "says whose gradients ZeRO 0 is about to sum"),
@@ -128,6 +155,7 @@ TABLE = (
     Patch(ZERO_OPTIMIZER, "has_overflow", "the flag and the norms of all parameter groups travel together"),
     Patch(ZERO_OPTIMIZER, "scaled_global_norm", "the same, where nobody has asked for the flag"),
     Patch(ZERO_OPTIMIZER, "get_grad_norm_direct", "norms have come with the flag", parameters=("gradients",)),
+    Patch(ZERO_OPTIMIZER, "complete_grad_norm_calculation_for_cpu_offload", "and those of gradients on the host"),
     Patch(ZERO_OPTIMIZER, "_average_expert_grad_norms", "norms of experts are equal on all ranks"),
     Patch(ZERO_MODULE, "all_gather_dp_groups", "gathers of ZeRO 1 and 2 go level by level", "last detach"),
     Patch(BF16_MODULE, "all_gather_dp_groups", "gathers of BF16_Optimizer go level by level", "last detach"),
@@ -208,7 +236,7 @@ def misfits(rows: tuple[Patch, ...] = TABLE) -> list[str]:
     """Return what rows rely on but the installed DeepSpeed or torch does not have."""
     missing = []
     for row in rows:
-        if row.owner.startswith(("transformers.", "peft.")) and row.owner.split(":")[0] not in sys.modules:
+        if row.owner.startswith(_OPTIONAL) and row.owner.split(":")[0] not in sys.modules:
             continue
         method = None
         try:

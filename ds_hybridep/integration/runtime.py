@@ -19,9 +19,10 @@ from torch import Tensor, nn
 from ds_hybridep.adaptive.planner import JobPlanner
 from ds_hybridep.config import HybridEPConfig
 from ds_hybridep.errors import GradientNotReturnedError, UnsupportedError
-from ds_hybridep.experts.migration import is_in_backward
 from ds_hybridep.experts.partitioned import full_shape
+from ds_hybridep.experts.states import is_in_backward
 from ds_hybridep.experts.verification import verify
+from ds_hybridep.integration.backward import holds_averaged
 from ds_hybridep.integration.build import Builder, Facts, PlannedLayer, describe, encoding_of
 from ds_hybridep.integration.codec_state import CodecState
 from ds_hybridep.integration.dense import DENSE, DenseSync
@@ -64,7 +65,7 @@ class HybridRuntime:
         self._is_stepping = self._is_committed = False
         self.shared_parameters: Callable[[str], Sequence[Tensor]] = lambda _: ()  # flat, by name of the group
         # This makes channels, in the same order on all ranks, and before memory is allocated.
-        encoding = replace(encoding_of(config), master_of=facts.master_of, loss_scale=facts.loss_scale)
+        encoding = facts.complete(encoding_of(config))
         of_dense = replace(encoding_of(config, is_dense=True), loss_scale=facts.loss_scale)
         device = facts.specs[0].sample.device
         self.syncs = {
@@ -370,11 +371,8 @@ class EngineStep:
 
     def clear_gradients(self) -> None:
         """Drop the gradients of replicas because their owners drop theirs."""
-        # ZeRO 1 has copied the returned gradients, and its step applies the copy whoever calls zero_grad.  After a
-        # step the table still has an entry for each group: None.
-        averaged = getattr(self.engine.optimizer, "averaged_gradients", None) or {}
-        drops_returned = all(gradients is None for gradients in averaged.values())
-        self.runtime.clear_gradients(drops_returned=drops_returned)
+        # ZeRO 1 has copied the returned gradients, and its step applies the copy whoever calls zero_grad.
+        self.runtime.clear_gradients(drops_returned=not holds_averaged(self.engine.optimizer))
 
     def owned_in_grad(self) -> list[nn.Parameter]:
         """Return trainable parameters of owned experts if their gradients stay in `.grad` until the step; else []."""

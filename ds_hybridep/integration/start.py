@@ -22,14 +22,16 @@ from ds_hybridep.integration import (
     checkpoints,
     classic,
     conversion,
+    generation,
+    offloading,
+    other_saves,
     param_groups,
-    saving,
     supported,
 )
 from ds_hybridep.integration.attachment import Attachment, attached, attachment_of
 from ds_hybridep.integration.facts import facts_of, find_layers, workload_of
 from ds_hybridep.integration.log import log_dist
-from ds_hybridep.integration.patches import AUTOEP_LAYER, ENGINE, MODULE, MOE_LAYER
+from ds_hybridep.integration.patches import AUTOEP_LAYER, ENGINE, MODULE, MOE_LAYER, Patches
 from ds_hybridep.transport.agreement import announcing_failure
 from ds_hybridep.transport.job import is_initialized, world_size
 
@@ -62,7 +64,6 @@ def attach(engine: Any, config: Mapping[str, Any] | HybridEPConfig | None = None
         if not checked.enabled:
             return
         layers = find_layers(engine.module)
-        _refuse_owned(layers)
         checked = supported.resolve(engine, checked, layers)
         supported.refuse_engine(engine, checked, layers)
         facts = facts_of(engine, layers)
@@ -73,6 +74,7 @@ def attach(engine: Any, config: Mapping[str, Any] | HybridEPConfig | None = None
         planner = JobPlanner(checked, facts.specs, workload, micro_steps=lambda: weak.gradient_accumulation_steps())
         log_dist(planner.describe(), ranks=[0])
         checked = planner.start_config
+    _take_over(layers)
     attachment = Attachment(engine, checked, facts, layers, planner)
     try:
         _bind_engine(attachment)
@@ -104,14 +106,31 @@ def checked_config(engine: Any, config: Mapping[str, Any] | HybridEPConfig | Non
     return parse_config(block, world_size=world_size(), base_dir=base_dir)
 
 
-def _refuse_owned(layers: Mapping[str, nn.Module]) -> None:
-    """Raise ConfigError if another engine has one of the layers."""
-    owned = {id(layer) for attachment in list(attached) for layer in attachment.layers.values()}
-    if taken := next((name for name, layer in layers.items() if id(layer) in owned), None):
-        raise ConfigError(
-            f"{taken} belongs to another engine, to which hybridep is attached; call that engine's destroy(), or "
-            f"ds_hybridep.detach with it, before another engine takes its layers"
+def _take_over(layers: Mapping[str, nn.Module]) -> None:
+    """Take layers from earlier engines: a Trainer for each stage of a training, or an engine that only evaluated.
+
+    Raises GradientNotReturnedError if one of these engines is in the middle of a gradient accumulation.
+    """
+    for attachment in _owners_of(layers):
+        engine = attachment.engine
+        attachment.runtime.finish()
+        attachment.unbind()
+        Patches().wrap(ENGINE, "step", engine, partial(_refuse_step, dict(layers)))
+        log_dist("hybridep: an earlier engine of the same model has given its MoE layers to a new one", ranks=[0])
+
+
+def _owners_of(layers: Mapping[str, nn.Module]) -> list[Attachment]:
+    wanted = {id(layer) for layer in layers.values()}
+    return [one for one in list(attached) if any(id(layer) in wanted for layer in one.layers.values())]
+
+
+def _refuse_step(layers: Mapping[str, nn.Module], original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    if _owners_of(layers):
+        raise UnsupportedError(
+            f"engine.step() of an engine whose layer {next(iter(layers))} a later engine has taken over: the copies "
+            f"of its experts would not hear of the step; train with the last engine that was made of the model"
         )
+    return original(*args, **kwargs)
 
 
 def _bind_engine(attachment: Attachment) -> None:
@@ -120,11 +139,14 @@ def _bind_engine(attachment: Attachment) -> None:
     patches.share(ENGINE, "__del__", _wrap_del)
     checkpoint_guard.install(patches)
     param_groups.bind(patches, engine, layers)
+    generation.install(patches)
+    offloading.bind(patches, engine, lambda: attachment.runtime.migration)
     for layer in layers.values():
         noted = layer.register_forward_hook(torch.compiler.disable(_note_call))
         patches.note(MODULE, "forward_hook", noted.remove)
         if autoep.is_autoep_layer(layer):
             patches.share(AUTOEP_LAYER, "forward", autoep.wrap_forward)
+            patches.put(AUTOEP_LAYER, "__deepcopy__", layer, partial(autoep.deep_copy, layer))
         else:
             patches.share(MOE_LAYER, "forward", classic.wrap_forward)
     if planner is not None:
@@ -135,7 +157,7 @@ def _bind_engine(attachment: Attachment) -> None:
         ("save_checkpoint", partial(checkpoints.save, attachment)),
         ("load_checkpoint", partial(checkpoints.load, attachment)),
         ("destroy", partial(_destroy, attachment)),
-        ("compile", partial(_refuse, "compile")),
+        ("compile", partial(_compile, attachment.engine)),
         ("coalesce_grad_reduction", partial(_refuse, "coalesce_grad_reduction")),
     ):
         patches.wrap(ENGINE, method, engine, replacement)
@@ -145,7 +167,7 @@ def _bind_engine(attachment: Attachment) -> None:
 
             load = partial(adapters.load_module_state_dict, adapted)
             patches.wrap(ENGINE, "load_module_state_dict", engine, load)
-        saving.bind(patches, engine, has_adapters=bool(adapted))
+    other_saves.bind(patches, engine)
     patches.share(MODULE, "zero_grad", _wrap_zero_grad_of_module)
     attachment.bind_step()
 
@@ -159,6 +181,17 @@ def _destroy(attachment: Attachment, original: Callable[..., Any]) -> None:
     # May run while an exception propagates, so it waits for nothing.
     attachment.unbind()
     original()
+
+
+def _compile(engine: Any, original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+    """Compile all but MoE layers, as torch.compile of the module does: their forward is not for Dynamo."""
+    if engine.is_deepcompile_enabled() or (args[3] if len(args) > 3 else kwargs.get("compiled_autograd_enabled")):
+        raise UnsupportedError(
+            "engine.compile() with compile.deepcompile or compiled_autograd_enabled does not work together with "
+            "hybridep, whose gradients come through hooks of autograd; leave both out: engine.compile() then compiles "
+            "all but MoE layers"
+        )
+    original(*args, **kwargs)
 
 
 def _refuse(method: str, _original: Callable[..., Any], *_args: Any, **_kwargs: Any) -> Any:

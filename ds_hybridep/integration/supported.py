@@ -31,8 +31,8 @@ TESTED_SECTIONS = frozenset({
     "activation_checkpointing", "bf16", "checkpoint", "data_types", "expert_parallel", "fp16", "hybridep",
     "managed_gradient_accumulation", "optimizer", "prescale_gradients", "scheduler", "tensor_parallel",
     "use_data_before_expert_parallelism", "zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer",
-    "zero_optimization", "aio", "comet", "comms_logger", "csv_monitor", "dataloader_drop_last", "disable_python_gc",
-    "dump_state", "flops_profiler", "memory_breakdown", "monitor_config", "tensorboard", "timers",
+    "torch_autocast", "zero_optimization", "aio", "comet", "comms_logger", "csv_monitor", "dataloader_drop_last",
+    "disable_python_gc", "dump_state", "flops_profiler", "memory_breakdown", "monitor_config", "tensorboard", "timers",
     "wall_clock_breakdown", "wandb",
 })  # fmt: skip
 # Tested settings of "zero_optimization"; all others must have their default values.
@@ -40,9 +40,12 @@ TESTED_ZERO = frozenset({
     "stage", "allgather_bucket_size", "contiguous_gradients", "gather_16bit_weights_on_model_save", "leaf_module",
     "log_trace_cache_warnings", "max_live_parameters", "max_reuse_distance", "model_persistence_threshold",
     "module_granularity_threshold", "overlap_comm", "param_persistence_threshold", "prefetch_bucket_size",
-    "reduce_bucket_size", "reduce_scatter", "round_robin_gradients", "sub_group_size",
+    "offload_optimizer", "reduce_bucket_size", "reduce_scatter", "round_robin_gradients", "sub_group_size",
     "use_multi_rank_bucket_allreduce",
 })  # fmt: skip
+# Settings of "offload_optimizer" that change more than where the optimizer's states are, and their tested values.
+# Others have no effect with them.
+TESTED_OFFLOAD = {"device": ("none", "cpu"), "ratio": (1.0,), "super_offload": (False,)}
 TESTED_WRAPPERS = (
     "BF16_Optimizer", "DeepSpeedZeroOptimizer", "DeepSpeedZeroOptimizer_Stage3", "FP16_Optimizer",
     "FP16_UnfusedOptimizer",
@@ -136,6 +139,11 @@ def refuse_engine(engine: Any, config: HybridEPConfig, layers: Mapping[str, nn.M
     }
     if feature := next((feature for feature, is_used in in_use.items() if is_used), None):
         raise UnsupportedError(f"{feature} {_UNTESTED}")
+    if (autocast := engine._config).torch_autocast_enabled and autocast.torch_autocast_dtype == torch.float16:
+        raise UnsupportedError(
+            'torch_autocast.dtype is "float16", with which DeepSpeed scales losses and leaves out steps unseen by '
+            'hybridep; set it to "bfloat16", or use the "fp16" section in its place'
+        )
     if stage == 2 and adapted_layers(layers):
         raise UnsupportedError(
             "adapters of experts do not work with ZeRO stage 2 (zero_optimization.stage), whose checkpoints hold "
@@ -149,6 +157,11 @@ def refuse_engine(engine: Any, config: HybridEPConfig, layers: Mapping[str, nn.M
             'hybridep.levels has codecs or a setting that is "auto" beside hybridep.sites, but what codecs inside a '
             "site keep is not handed to a site that comes back; leave out the codecs of levels, and write domain "
             "sizes (sites.codecs encodes what crosses between sites)"
+        )
+    if config.sites is not None and engine.zero_use_cpu_optimizer():
+        raise UnsupportedError(
+            "zero_optimization.offload_optimizer was not tested together with hybridep.sites, whose exchange takes "
+            "gradients and weights from the memory of the device; leave out one of them"
         )
     if config.dense_sync == "hierarchical" and (reason := dense.why_unsupported(engine)):
         raise UnsupportedError(
@@ -172,6 +185,9 @@ def untested_settings(ds_config: Mapping[str, Any], zero: Any) -> list[str]:
         is_off = getattr(value, "device", None) == "none"  # of an offload section
         if name not in TESTED_ZERO and not is_off and value != default:
             found.append(f"zero_optimization.{about.alias or name}")
+    for name, tested in TESTED_OFFLOAD.items():
+        if (value := getattr(zero.offload_optimizer, name, tested[0])) not in tested:
+            found.append(f"zero_optimization.offload_optimizer.{name} = {getattr(value, 'value', value)!r}")
     return found
 
 

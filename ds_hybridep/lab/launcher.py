@@ -8,7 +8,6 @@ read. DeepSpeed's own multi-node launcher would need ssh from host to host.
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import time
 from collections.abc import Mapping, Sequence
@@ -21,6 +20,7 @@ from typing import IO, TextIO
 from ds_hybridep.errors import ConfigError, LabError
 from ds_hybridep.lab.namespaces import KILL_TIMEOUT_S, kill_processes_in
 from ds_hybridep.lab.network import HOST_DEVICE, EmulatedNetwork, UplinkCounters
+from ds_hybridep.lab.ports import hold_port
 
 MASTER_PORT = 29500
 POLL_S = 0.05
@@ -128,6 +128,7 @@ class RankProcesses:
         self.ended: dict[int, int] = {}  # rank -> exit code, in the order in which ranks ended
         self._network, self._live, self._first_host = network, live, first_host
         self._processes: list[subprocess.Popen[bytes]] = []
+        self._holder = None if network else hold_port()  # of rank 0's port, which no host shares with others
         log_dir.mkdir(parents=True, exist_ok=True)
         self.start_s = time.monotonic()
         try:
@@ -140,7 +141,8 @@ class RankProcesses:
     def _start(self, command: Sequence[str], environment: Mapping[str, str]) -> None:
         network, num_ranks = self._network, len(self.log_files)
         address = network.topology.address_of(self._first_host) if network else "127.0.0.1"
-        device, port = (HOST_DEVICE, MASTER_PORT) if network else ("lo", _free_port())
+        device = HOST_DEVICE if network else "lo"
+        port = self._holder.getsockname()[1] if self._holder else MASTER_PORT
         setpriv = shutil.which("setpriv")
         line = [*([setpriv, "--pdeathsig", "KILL"] if setpriv else []), *command]
         for rank, log_file in enumerate(self.log_files):
@@ -195,6 +197,8 @@ class RankProcesses:
                 process.wait(KILL_TIMEOUT_S)
             except subprocess.TimeoutExpired as error:
                 raise LabError(f"rank {rank} (process {process.pid}) does not end on SIGKILL") from error
+        if self._holder is not None:
+            self._holder.close()
 
 
 def run_ranks(
@@ -242,9 +246,3 @@ def _describe_exit(code: int) -> str:
         return f"exited with code {code}"
     name = next((one.name for one in signal.Signals if one == -code), f"signal {-code}")
     return f"was ended by {name}"
-
-
-def _free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])

@@ -297,6 +297,11 @@ class Channel:
             self.link.pump(peer)
         return receive
 
+    def unasked(self, rank: int) -> list[str]:
+        """Return the kinds of messages that have come from `rank`, and that this rank has not asked for yet."""
+        early = self.link.peer(rank).mail.early_streams()
+        return [kind for kind, stream in self._streams.items() if stream in early]
+
     def close(self) -> None:
         """Let all receives fail, and throw away what still comes; what was sent still leaves."""
         for rank in self.ranks:

@@ -56,6 +56,11 @@ class Handle(Future[str | None]):
             self.set_result(failure)
             vars(self)["_done_callbacks"].clear()  # they refer to what refers to this, tensors included
 
+    @property
+    def has_begun(self) -> bool:
+        """True once a part of a message that is received has come."""
+        return False
+
     def _content(self) -> memoryview:
         return memoryview(b"")
 
@@ -84,6 +89,10 @@ class Receive(Handle):
     total = 0
     priority = BULK  # of the connection that brings it
     num_missing: int | None = None  # bytes; None before its first frame
+
+    @property
+    def has_begun(self) -> bool:
+        return self.num_missing is not None
 
     def begin(self, total: int) -> None:
         """Take the memory for a message whose first frame is here."""
@@ -169,6 +178,11 @@ class Mail:
                     self._num_awaited -= 1
         for receive in found:
             receive.end("the channel was closed")
+
+    def early_streams(self) -> set[bytes]:
+        """Return the streams of messages that nobody has asked for yet."""
+        with self.lock:
+            return {key[0] for key, receive in self._receives.items() if receive.max_bytes is None}
 
     def has_outgoing(self) -> bool:
         """Return True if not all that was sent is acknowledged."""

@@ -59,7 +59,8 @@ def memory_of(cluster: Cluster, layout: Layout, workload: Workload) -> Memory:
     """Bytes of parameters, gradients, optimizer state, copies, codec state, activations and workspace.
 
     A trained parameter has a gradient, 8 B of moments, and a 4 B master copy if its type is smaller.  The ranks that
-    hold it share the gradient from ZeRO-2 on, and the rest from ZeRO-1 on.  For copies see `_replicas`.
+    hold it share the gradient from ZeRO-2 on, and the rest from ZeRO-1 on.  For an optimizer on the host see
+    `host_bytes`, for copies `_replicas`.
     """
     model = workload.model
     world, group = cluster.num_ranks, layout.group_size
@@ -77,12 +78,14 @@ def memory_of(cluster: Cluster, layout: Layout, workload: Workload) -> Memory:
     )
     is_on_host = layout.state == "host"
     expert_bytes = state_bytes(model.expert_params, workload.expert_travel_params, workload, world // group)
+    optimizer_on_host = host_bytes(workload.dense_train_params, workload, world)
+    optimizer_on_host += all_owned * host_bytes(workload.expert_travel_params, workload, world // group)
     return Memory(
         dense_bytes=state_bytes(model.dense_params, workload.dense_train_params, workload, world),
         owned_expert_bytes=all_owned * expert_bytes,
         replica_bytes=replica_bytes,
         sync_bytes=0.0 if is_on_host else synced,
-        host_bytes=replica_host_bytes + (synced if is_on_host else 0.0),
+        host_bytes=replica_host_bytes + (synced if is_on_host else 0.0) + optimizer_on_host,
         activation_bytes=max(activations.total_bytes, math.fsum(one.before_step_bytes for one in held)),
     )
 
@@ -135,8 +138,23 @@ def _replicas(layout: Layout, workload: Workload) -> tuple[float, float]:
 
 
 def state_bytes(num_params: float, num_trained: float, workload: Workload, num_holders: int) -> float:
-    """Bytes of parameters that `num_holders` ranks hold, with the training state of `num_trained` of them."""
+    """Bytes on the device for parameters that `num_holders` ranks hold, with the training state of `num_trained`."""
     master_bytes = MASTER_BYTES if workload.param_bytes < MASTER_BYTES else 0
     optimizer = num_trained * (ADAM_BYTES + master_bytes) / (num_holders if workload.zero_stage >= 1 else 1)
     gradients = num_trained * workload.param_bytes / (num_holders if workload.zero_stage >= 2 else 1)
+    if workload.offloads_optimizer:  # ZeRO-2 moves each gradient to the host when it is reduced
+        optimizer, gradients = 0.0, gradients if workload.zero_stage == 1 else 0.0
     return num_params * workload.param_bytes + gradients + optimizer
+
+
+def host_bytes(num_trained: float, workload: Workload, num_holders: int) -> float:
+    """Bytes on the host for the training state of `num_trained` parameters that `num_holders` ranks hold.
+
+    For each there are 8 B of moments, a 4 B master copy, a gradient of 4 B, and room for the new parameter; under
+    ZeRO-2 also the sum of earlier micro-steps.
+    """
+    if not workload.offloads_optimizer:
+        return 0.0
+    num_rooms = 1 + (workload.zero_stage == 2 and workload.micro_steps > 1)
+    of_each = ADAM_BYTES + 2 * MASTER_BYTES + num_rooms * workload.param_bytes
+    return num_trained * of_each / num_holders

@@ -21,7 +21,7 @@ from ds_hybridep.plan.activations import activations_of
 from ds_hybridep.plan.cluster import Cluster, known_or_assumed_bandwidths, latencies_of
 from ds_hybridep.plan.costs import ranks_below
 from ds_hybridep.plan.layout import Layout, Rates
-from ds_hybridep.plan.memory import Memory, state_bytes
+from ds_hybridep.plan.memory import Memory, host_bytes, state_bytes
 from ds_hybridep.plan.routing import experts_per_rank, routing_of
 from ds_hybridep.plan.stream_model import StepPrediction
 from ds_hybridep.plan.workload import Workload
@@ -101,9 +101,9 @@ def _memory(cluster: Cluster, inside: Layout, workload: Workload, ahead: int) ->
     table = min(model.widths.vocabulary * model.hidden, model.dense_params // 2)  # the embedding, or the head
     dense = share * (model.dense_params - 2 * table) + (2 * table if num_stages == 1 else table)
     trained = workload.dense_train_params * dense / model.dense_params
-    expert_bytes = state_bytes(
-        model.expert_params, workload.expert_travel_params, workload, num_ranks // inside.group_size
-    )
+    of_expert, num_holders = workload.expert_travel_params, num_ranks // inside.group_size
+    expert_bytes = state_bytes(model.expert_params, of_expert, workload, num_holders)
+    expert_host_bytes = host_bytes(of_expert, workload, num_holders)
     activations = (
         activations_of(
             workload,
@@ -119,5 +119,6 @@ def _memory(cluster: Cluster, inside: Layout, workload: Workload, ahead: int) ->
         dense_bytes=state_bytes(dense, trained, workload, num_ranks),
         owned_expert_bytes=experts * expert_bytes,
         replica_bytes=0.0,
+        host_bytes=host_bytes(trained, workload, num_ranks) + experts * expert_host_bytes,
         activation_bytes=max(one.total_bytes for one in activations),
     )

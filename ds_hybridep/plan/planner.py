@@ -198,7 +198,8 @@ def _candidate_json(candidate: Candidate) -> dict[str, Any]:
         hot = {"hot_experts": list(layout.hot_by_level), **loads}
     return {
         **hot,
-        **({"state": "host", "host_bytes": memory.host_bytes} if layout.state == "host" else {}),
+        **({"state": "host"} if layout.state == "host" else {}),
+        **({"host_bytes": memory.host_bytes} if memory.host_bytes else {}),
         "ep_size": candidate.group.ep_size,
         "strided": candidate.group.is_strided,
         "domain_sizes": list(layout.domain_sizes),

@@ -90,7 +90,7 @@ def alternatives(question: Question) -> list[Alternative]:
 def _as_sites(question: Question, alone: Cluster, inside: Layout, whole: StepPrediction) -> list[Alternative]:
     """One job for each child of level 0, if these are more than single ranks; see docs/sites.md."""
     cluster, workload, found = question.cluster, question.workload, []
-    if len(cluster.levels) == 1 or cluster.sizes[0] == 1:
+    if len(cluster.levels) == 1 or cluster.sizes[0] == 1 or workload.offloads_optimizer:  # refused with it
         return []
     codecs = next((one for one in question.codecs if one.is_lossy), question.codecs[0])
     for every in SITES_EVERY if workload.zero_stage else SITES_EVERY[:1]:

@@ -184,6 +184,8 @@ def _describe_question(question: Question) -> str:
     ]
     if workload.is_uneven:
         details.append(f"skew {workload.skew:g}" if workload.skew > 1 else "measured loads of experts")
+    if workload.offloads_optimizer:
+        details.append("the optimizer on the host")
     if workload.is_checkpointed:
         details.append("activation checkpointing")
     if workload.has_fused_loss:

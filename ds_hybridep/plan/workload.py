@@ -109,6 +109,7 @@ class Workload:
 
     tokens_per_rank: tokens of a micro-step.
     param_bytes: bytes of a parameter, of its gradient, and of an element of a token row.
+    offloads_optimizer: the states of DeepSpeed's optimizer are on the host.
     is_checkpointed: the backward recomputes activations and repeats the layers' exchanges.
     capacity_factor: capacity factor of DeepSpeed's gate, which pads its all-to-alls to the capacity.
     row_scale: measured rows over the rows of even routing, such as 0.9 if tokens prefer experts close by.
@@ -126,6 +127,7 @@ class Workload:
     micro_steps: int = 1
     param_bytes: int = 2
     zero_stage: int = 1
+    offloads_optimizer: bool = False
     is_checkpointed: bool = False
     capacity_factor: float = 1.0
     row_scale: float = 1.0
@@ -139,6 +141,10 @@ class Workload:
     def __post_init__(self) -> None:
         if self.zero_stage not in (0, 1, 2):
             raise PlanError(f"zero_stage is {self.zero_stage}, but plans are made for stages 0, 1 and 2")
+        if self.offloads_optimizer and self.zero_stage == 0:
+            raise PlanError(
+                "zero_stage is 0, but DeepSpeed offloads the optimizer under stages 1 and 2; use one of them"
+            )
         if self.expert_loads is not None:
             num_used = sum(rows > 0 for rows in self.expert_loads)
             is_whole = len(self.expert_loads) == self.model.num_experts and min(self.expert_loads) >= 0

@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+import torch
 from torch import Tensor, nn
 
 from ds_hybridep.codecs import Codec, Patch
@@ -27,6 +28,7 @@ class Encoding:
 
     master_of: returns the optimizer's fp32 copy of a parameter, flat or shaped; None if this rank lacks a part of it.
     is_on_host: True if what codecs keep between steps is in host memory.
+    sum_dtype: in which sums of gradients travel where no codec encodes them; None: that of the parameter.
     """
 
     weight_codecs: tuple[Codec | Patch | None, ...]
@@ -34,6 +36,7 @@ class Encoding:
     master_of: Callable[[nn.Parameter], Tensor | None] = field(default=no_master, compare=False)
     loss_scale: Callable[[], float] = field(default=no_scale, compare=False)
     is_on_host: bool = False
+    sum_dtype: torch.dtype | None = None
 
 
 class Feedback:

@@ -5,6 +5,7 @@ Both move slots in stages, one per level (see `sync.stages`).  Codecs determine 
 on a link; `sync.feedback` keeps what codecs need from step to step.
 """
 
+import logging
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
@@ -23,6 +24,7 @@ from ds_hybridep.transport.channels import Purpose, Transfer, Transport
 from ds_hybridep.transport.streams import DeviceStreams, Mark, Part
 
 _NOTHING = nullcontext()
+logger = logging.getLogger(__name__)
 
 
 class Slots(Protocol):
@@ -110,10 +112,11 @@ class StagedTransfer(ABC):
         if self.slots.streams is not None:
             self.slots.streams.follow(self._completed)
 
-    def describe_stall(self, timeout_s: float) -> str:
+    def describe(self, what: str) -> str:
+        """Say what has become of it."""
         if self._transfer is None:
-            return f"{self.purpose}: its first stage did not start within the time limit of {timeout_s:g} s"
-        return self._transfer.describe(f"passed the time limit of {timeout_s:g} s")
+            return f"{self.purpose} {what} before its first stage"
+        return self._transfer.describe(what)
 
     def _timing(self, name: Literal["encode_s", "decode_s"]) -> AbstractContextManager[None]:
         feedback = self.slots.feedback
@@ -318,6 +321,7 @@ class StagePipeline:
         Raises:
             CommunicationError: nothing finished within the time limit, or a transfer failed.
         """
+        timeout_s, notice_s = self._transport.timeout_s, self._transport.notice_s
         with self._transport.exposed(transfer.purpose):
             while True:
                 seen = self._transport.num_finished
@@ -326,8 +330,10 @@ class StagePipeline:
                     transfer.join()
                     self._transport.count_waits(transfer.crossed)
                     return
-                if not self._transport.wait_for_more_than(seen):
-                    raise CommunicationError(transfer.describe_stall(self._transport.timeout_s))
+                if not self._transport.wait_for_more_than(seen, notice_s):
+                    logger.warning("%s", transfer.describe(f"has waited {notice_s:.0f} s for other ranks"))
+                    if not self._transport.wait_for_more_than(seen, timeout_s - notice_s):
+                        raise CommunicationError(transfer.describe(f"passed the time limit of {timeout_s:g} s"))
 
     def drain(self) -> None:
         while self._under_way:

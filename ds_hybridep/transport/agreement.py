@@ -13,8 +13,13 @@ from ds_hybridep.errors import AgreementError, CommunicationError
 from ds_hybridep.transport.job import is_initialized, job_store, read_note
 from ds_hybridep.transport.waits import waiting
 
+_START = (
+    "did not join the hybridep start-up within {limit_s:g} s: install the same ds_hybridep there and give every rank "
+    "the same ds_config (hybridep.timeout_s sets the limit)"
+)
 
-def agree(payload: Mapping[str, Any], timeout_s: float) -> int:
+
+def agree(payload: Mapping[str, Any], timeout_s: float, *, remedy: str = _START) -> int:
     """Wait until all ranks have called with an equal payload, and return the number of this start-up.
 
     The number is new and equal on all ranks.  They use the job's store: ranks without the package join no collective.
@@ -23,11 +28,12 @@ def agree(payload: Mapping[str, Any], timeout_s: float) -> int:
         payload: what all ranks must share, JSON-able.  Its keys tell what they agree on: ranks that have come to
             different points must not take this for an agreement.
         timeout_s: the longest wait for the other ranks.
+        remedy: what the message says where a rank does not come, after the rank, with "{limit_s:g}" for the limit.
 
     Raises:
         AgreementError: a rank differs (says which and in what), failed, or did not come.
     """
-    return _meet(payload, timeout_s)[0]
+    return _meet(payload, timeout_s, remedy=remedy)[0]
 
 
 def hear(say: Callable[[], Any], timeout_s: float) -> Any:
@@ -85,9 +91,9 @@ def _announce(reason: str) -> None:
 
 
 @waiting(for_all=True)
-def _meet(payload: Mapping[str, Any], timeout_s: float, said: Any = None) -> tuple[int, Any]:
+def _meet(payload: Mapping[str, Any], timeout_s: float, said: Any = None, *, remedy: str = _START) -> tuple[int, Any]:
     """Return the number of a start-up with equal payloads, and what rank 0 has said there."""
-    startup = _Startup(timeout_s)
+    startup = _Startup(timeout_s, remedy)
     startup.write(str(dist.get_rank()), payload)
     if dist.get_rank() == 0:
         startup.write("verdict", [startup.judge(), said])
@@ -106,8 +112,8 @@ class _Startup:
     have gone on to a later one.
     """
 
-    def __init__(self, timeout_s: float) -> None:
-        self._store, self._timeout_s, rank = job_store(), timeout_s, dist.get_rank()
+    def __init__(self, timeout_s: float, remedy: str = _START) -> None:
+        self._store, self._timeout_s, self._remedy, rank = job_store(), timeout_s, remedy, dist.get_rank()
         others = range(1, dist.get_world_size()) if rank == 0 else (0,)
         self.generation = self._count(rank, 1)
         while self._was_missed(rank) and any(self._count(other, 0) > self.generation for other in others):
@@ -152,10 +158,7 @@ class _Startup:
         for rank in missing:
             self._store.set(self._key(f"missed/{rank}"), "")
         who = "rank 0" if missing == [0] else f"ranks {missing}"
-        return (
-            f"{who} did not join the hybridep start-up within {limit_s:g} s: install the same ds_hybridep there "
-            f"and give every rank the same ds_config (hybridep.timeout_s sets the limit)"
-        )
+        return f"{who} {self._remedy.format(limit_s=limit_s)}"
 
 
 def _compare_payloads(payloads: Sequence[Mapping[str, Any]]) -> str:

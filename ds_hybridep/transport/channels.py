@@ -8,6 +8,7 @@ those of a device cross it by way of pinned memory, or go over NCCL.
 
 import atexit
 import contextlib
+import logging
 import queue
 import threading
 import time
@@ -22,6 +23,7 @@ import torch.distributed as dist
 from ds_hybridep.errors import CommunicationError
 from ds_hybridep.link import BULK, URGENT, Handle
 from ds_hybridep.plan.cluster import Cluster
+from ds_hybridep.transport.diagnosis import UNEQUAL_CALLS
 from ds_hybridep.transport.job import first_line
 from ds_hybridep.transport.job_link import LinkSettings, open_link
 from ds_hybridep.transport.nccl import NcclBatch, NcclGroup
@@ -31,8 +33,10 @@ from ds_hybridep.transport.waits import waiting
 _NO_RANGE = contextlib.nullcontext()
 # A send waits for its acknowledgement, which takes a round trip.  Up to this size a copy is sent instead.
 COPIED_BYTES = 4 * 2**20
+LEAST_NOTICE_S = 10.0
 EXIT_LIMIT_S = 60.0  # how long an ending process waits for transfers under way
 KINDS = ("tokens", "expert_weights", "expert_gradients", "dense", "control")
+logger = logging.getLogger(__name__)
 
 
 @dataclass
@@ -89,8 +93,7 @@ class Transfer:
         transport = self.channel.transport
         if not self._ended.is_set():
             with transport.exposed(self.purpose):
-                if not self._ended.wait(transport.timeout_s):
-                    self._failure = self._failure or f"passed the time limit of {transport.timeout_s:g} s"
+                self._failure = self._late() or self._failure
         if self._failure is not None:
             raise CommunicationError(self.describe(self._failure))
         for rank, handle in self.arriving:
@@ -101,6 +104,23 @@ class Transfer:
         if self.device_side is not None:
             self.device_side.deliver()
             self.device_side = None
+
+    def _late(self) -> str | None:
+        """Wait for the end, say once that it takes long, and return why it will not come."""
+        transport, notice_s = self.channel.transport, self.channel.transport.notice_s
+        if self._ended.wait(notice_s):
+            return None
+        missing = [rank for rank, handle in self.arriving if not handle.done()]
+        logger.warning("%s", self.describe(f"has waited {notice_s:.0f} s for ranks {missing}"))
+        if self._ended.wait(notice_s):
+            return None
+        # A message under way has begun by now.
+        missing = [rank for rank, handle in self.arriving if not (handle.done() or handle.has_begun)]
+        if gone := [(rank, one) for rank in missing for one in self.channel.unasked(rank)]:
+            return f"will not end: rank {gone[0][0]} has gone on to {gone[0][1]}"
+        if self._ended.wait(max(0.0, transport.timeout_s - 2 * notice_s)):
+            return None
+        return f"passed the time limit of {transport.timeout_s:g} s"
 
     def add(self, handle: Handle | None = None) -> None:
         """Let this transfer end only after a message of the link has gone or arrived, or after one more `end_part`."""
@@ -120,16 +140,20 @@ class Transfer:
         if self.device_side is not None:
             self.device_side.release_sends()
         self.end_ns = time.perf_counter_ns()
+        transport, is_background = self.channel.transport, self.channel.is_background
+        if is_background and (records := transport.records) is not None:  # the main thread may end a trace at any time
+            records.append(self)  # first: after the wait for the last transfer the trace has all
         self._ended.set()
-        if self.channel.is_background:
-            self.channel.transport.note_finished(self)
+        if is_background:
+            transport.note_finished()
 
     def describe(self, failure: str) -> str:
-        transport = self.channel.transport
+        transport, is_of_forward = self.channel.transport, self.purpose.kind in ("tokens", "expert_weights", "control")
         return (
             f"rank {transport.rank}: {self.purpose} over level '{transport.cluster.levels[self.channel.level].name}' "
-            f"({self.num_bytes} bytes, to ranks {self._destinations}, from ranks {self._sources}) {failure}; look at "
-            f"the log of the ranks named for the first error, or raise hybridep.timeout_s if the link is merely slow"
+            f"({self.num_bytes} bytes, to ranks {self._destinations}, from ranks {self._sources}) {failure}; "
+            f"{UNEQUAL_CALLS if is_of_forward else ''}look at the log of the ranks named for the first error, or "
+            f"raise hybridep.timeout_s if the link is merely slow"
         )
 
 
@@ -266,6 +290,10 @@ class Channel:
             with waiting():
                 self._thread.join(min(self.transport.timeout_s, EXIT_LIMIT_S))
 
+    def unasked(self, rank: int) -> list[str]:
+        """Return what `rank` has sent in place of what this rank waits for: a foreground channel has one order."""
+        return [] if self.is_background else self._messages.unasked(rank)
+
     def close(self) -> None:
         """Let the thread end and drop what has not arrived.  Does not block."""
         self._is_closed = True
@@ -292,6 +320,8 @@ class Transport:
         *, link: LinkSettings | None = None,
     ) -> None:  # fmt: skip
         self.cluster, self.timeout_s, self.generation = cluster, timeout_s, generation
+        # A wait that is worth a word: longer than a broken connection takes to be made again.
+        self.notice_s = min(timeout_s, max(LEAST_NOTICE_S, (link.timeout_s if link else timeout_s) / 10))
         self.backends = tuple(backends) or ("gloo",) * len(cluster.levels)
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         self.traffic = Traffic()
@@ -337,17 +367,15 @@ class Transport:
                 if waits[level] == before:
                     waits[level] = before + 1
 
-    def note_finished(self, transfer: Transfer) -> None:
-        if (records := self.records) is not None:  # the main thread may end a trace at any time
-            records.append(transfer)
+    def note_finished(self) -> None:
         with self._finished:
             self.num_finished += 1
             self._finished.notify_all()
 
-    def wait_for_more_than(self, num_finished: int) -> bool:
-        """Block until more than `num_finished` background transfers have ended; return False after the time limit."""
+    def wait_for_more_than(self, num_finished: int, limit_s: float) -> bool:
+        """Block until more than `num_finished` background transfers have ended; return False after the limit."""
         with self._finished:
-            return self._finished.wait_for(lambda: self.num_finished > num_finished, self.timeout_s)
+            return self._finished.wait_for(lambda: self.num_finished > num_finished, limit_s)
 
     @contextlib.contextmanager
     def exposed(self, purpose: Purpose) -> Iterator[None]:

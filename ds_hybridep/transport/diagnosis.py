@@ -17,6 +17,11 @@ _TELLING = {
     GONE: "rank {0} ended without a word ({1}): killed, out of memory, or crashed",
     VERDICT: "{1}",
 }
+# What a rank that waits for another one's call of the model should be told.
+UNEQUAL_CALLS = (
+    "all ranks must call the model equally often, to evaluate too; if one calls `generate`, all must, with "
+    "synced_gpus=True, which is the default here; "
+)
 BRIDGES = 4  # ranks of each domain with connections to other domains
 NEARBY = 8  # up to so many domains, each has connections to all others
 

@@ -33,7 +33,7 @@ def probe_of(sizes: tuple[int, ...], limit_s: float) -> list[tuple]:
 
     from ds_hybridep.adaptive import probe as probe_module
 
-    transport = open_transport(cluster_of(sizes), 30.0)
+    transport = open_transport(cluster_of(sizes), 100.0)
     long_enough_s, probe_module.LONG_ENOUGH_S = probe_module.LONG_ENOUGH_S, 0.01
     found = probe_links(LinkProbe(transport), limit_s=limit_s)
     probe_module.LONG_ENOUGH_S = long_enough_s
@@ -48,7 +48,7 @@ def timed_by_the_test(sizes: tuple[int, ...], level: int, slow_rank: int) -> flo
 
     from ds_hybridep.adaptive import probe as probe_module
 
-    transport = open_transport(cluster_of(sizes), 30.0)
+    transport = open_transport(cluster_of(sizes), 100.0)
     link_probe = LinkProbe(transport)
     link_probe._pass_on = lambda level, num_bytes: None
     seconds = 0.04 if dist.get_rank() == slow_rank else 0.01

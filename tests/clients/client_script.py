@@ -57,12 +57,16 @@ def load_in_transformers(model: str, adapters: str | None) -> Any:
     return loaded.eval()
 
 
-def transformers_logits(*, model: str, prompts: list[list[int]], adapters: str | None = None) -> list[Any]:
-    """What transformers computes for prompts of one length."""
+def transformers_logits(*, model: str, prompts: list[list[int]], adapters: str | None = None) -> list[Any] | str:
+    """What transformers computes for prompts of one length; an error if the adapters do not load."""
     import torch
 
+    try:
+        loaded = load_in_transformers(model, adapters)
+    except RuntimeError as error:
+        return str(error)
     with torch.no_grad():
-        return list(load_in_transformers(model, adapters)(input_ids=torch.tensor(prompts)).logits.float().tolist())
+        return list(loaded(input_ids=torch.tensor(prompts)).logits.float().tolist())
 
 
 def vllm_answers(*, model: str, prompts: list[list[int]]) -> Answers:

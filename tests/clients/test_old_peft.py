@@ -38,5 +38,10 @@ def test_old_peft_computes_what_was_trained(pool2: ProcessPool, tmp_path: Path, 
         tasks += found
         wanted += [logits] * len(found)
     for task, ours, theirs in zip(tasks, OLD.do(tasks, tmp_path), wanted, strict=True):
+        where = f"{task['model']}, {task.get('adapters')}"
+        if "experts" in str(task.get("adapters")):  # peft before 0.19 takes rows for columns there
+            assert "size mismatch for base_model.model.model.layers.0.mlp.experts" in str(ours), where
+            continue
+        assert not isinstance(ours, str), f"{where}: {ours}"
         different = (torch.tensor(ours) - theirs).abs().max().item()
-        assert different < 1e-5, f"{task['model']}, {task.get('adapters')}: logits differ by {different}"
+        assert different < 1e-5, f"{where}: logits differ by {different}"

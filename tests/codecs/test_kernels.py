@@ -21,8 +21,6 @@ from ds_hybridep.kernels import Source, build
 from ds_hybridep.kernels import codecs as codecs_module
 from ds_hybridep.plan.packets import LARGEST_RANK
 
-pytestmark = pytest.mark.timeout(300)
-
 CUDA = pytest.param("cuda", marks=pytest.mark.gpu)
 KERNELS = ["compiled", "emulated", CUDA]
 NOT_EMULATED = ["compiled", CUDA]  # what takes long there, or is about threads
@@ -251,8 +249,19 @@ LOW_RANKS = [
 ]
 
 
-@pytest.mark.parametrize("shape", [(2, 130, 64), (3, 61, 203), (1, 200, 77)], ids=str)
-@pytest.mark.parametrize("spec", LOW_RANKS, ids=lambda spec: f"{spec['rank']}-{spec['factors']}")
+def low_rank_cases():
+    """Each rank with each shape; under emulation, where one takes seconds, each rank with one shape."""
+    shapes = [(2, 130, 64), (3, 61, 203), (1, 200, 77)]
+    for place, spec in enumerate(LOW_RANKS):
+        for at, shape in enumerate(shapes):
+            for kernels in ("compiled", "emulated", "cuda"):
+                marks = [pytest.mark.gpu] if kernels == "cuda" else []
+                marks += [pytest.mark.slow] if kernels == "emulated" and at != (place + 1) % 3 else []
+                name = f"{kernels}-{spec['rank']}-{spec['factors']}-{shape}"
+                yield pytest.param(kernels, spec, shape, marks=marks, id=name)
+
+
+@pytest.mark.parametrize(("compiled_codecs", "spec", "shape"), list(low_rank_cases()), indirect=["compiled_codecs"])
 def test_low_rank_leaves_as_much_as_the_definition(spec, shape):
     """Products round in another order, which may move a factor's code; the error that is left stays the same."""
     x = normal(shape[0], shape[1], 6) @ normal(shape[0], 6, shape[2], seed=1) + 0.1 * normal(*shape, seed=2)

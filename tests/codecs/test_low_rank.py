@@ -11,8 +11,6 @@ from ds_hybridep.codecs.low_rank import LowRank, orthonormal, read_log4, write_l
 from ds_hybridep.codecs.packet import non_finite
 from ds_hybridep.plan.packets import HEADER_BYTES, LARGEST_RANK
 
-pytestmark = pytest.mark.timeout(300)
-
 SHAPE = (2, 24, 40)
 SIDES = st.integers(2, 3000)
 RATIOS = st.floats(1.5, 1000.0)

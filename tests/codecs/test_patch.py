@@ -17,8 +17,6 @@ from ds_hybridep.errors import PacketError
 from ds_hybridep.kernels import build
 from ds_hybridep.plan.packets import HEADER_BYTES
 
-pytestmark = pytest.mark.timeout(300)
-
 CUDA = pytest.param("cuda", marks=pytest.mark.gpu)
 NOT_EMULATED = ["reference", "compiled", CUDA]  # what takes long there
 DTYPES = [torch.bfloat16, torch.float16]

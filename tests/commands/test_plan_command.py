@@ -50,6 +50,23 @@ def test_json_holds_plan_rivals_and_verdict(capsys):
     assert [way["provided"] for way in answer["alternatives"]] == 7 * [True] + 2 * [False]
 
 
+def test_an_optimizer_on_the_host_counts_there(capsys):
+    arguments = [*EXACT, "--offload-optimizer"]
+    here, there = (json.loads(run(capsys, *one, "--json")[1]) for one in (EXACT, arguments))
+    assert "host_bytes" not in here["plan"]
+    # Qwen3-30B-A3B on 16 GPUs, without the room for new parameters and the gradients, which are the host's alone.
+    moved = here["plan"]["memory_bytes"] - there["plan"]["memory_bytes"]
+    assert there["plan"]["host_bytes"] == pytest.approx(moved * 18 / 12)
+    assert moved == pytest.approx(30.5e9 * 12 / 16, rel=2e-3)
+    assert not any("sites" in way["name"] for way in there["alternatives"])
+    _, out, _ = run(capsys, *arguments)
+    assert "the optimizer on the host" in out
+    assert "on the host 34.3" in out
+    code, _, err = run(capsys, *arguments, "--zero-stage", "0")
+    assert code != 0
+    assert "zero_stage is 0, but DeepSpeed offloads the optimizer under stages 1 and 2" in err
+
+
 def test_few_experts_on_many_ranks_are_explained(capsys):
     """Mixtral on 2 x 8: expert parallelism over all 16 ranks is impossible."""
     arguments = [
@@ -234,5 +251,5 @@ def test_planning_loads_neither_torch_nor_deepspeed():
         "import sys; from ds_hybridep.commands.main import main; main(['plan', '--model', 'Qwen3-30B-A3B', "
         "'--dcs', '2x2', '--wan', '1gbps', '--json']); assert not {'torch', 'deepspeed'} & set(sys.modules)"
     )
-    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=50)
+    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=500)
     assert run.returncode == 0, run.stderr

@@ -38,7 +38,7 @@ from training import (
 
 import ds_hybridep
 
-pytestmark = [pytest.mark.dist, pytest.mark.timeout(180)]
+pytestmark = pytest.mark.dist
 
 RANK_1_AND_REST = {"type": "low_rank", "rank": 1, "rest": "int2"}
 STEPS = 6
@@ -316,8 +316,8 @@ WITH_REST = (2, 1), [(LOW_RANK, {**LOW_RANK, "rest": "int2"}), ("identity", "ide
             ("2x1-int8", ONE_LEVEL, ("bf16", 1)),
             ("2x2-low_rank", BOTH_LOW_RANK, ("fp32", 2)),
             ("2x2-int2-int8", TWO_CODECS, None),
-            ("2x2-shared-int4", SHARED, ("fp32", 2)),
-            ("1x2-int2", FAST_LEVEL, ("fp32", 0)),
+            ("2x2-shared-int4", SHARED, None),
+            ("1x2-int2", FAST_LEVEL, None),
             ("2x1-rest", WITH_REST, None),
         )
         for dtype, stage in (("bf16", 1), ("fp32", 2), ("fp32", 0), ("bf16", 0))
@@ -336,7 +336,7 @@ def test_replicas_equal_mirrors_after_every_step(
             assert layer["decode_s"] > 0
 
 
-@pytest.mark.parametrize("codec", [slow("int8"), slow("int4"), COARSE, LOW_RANK], ids=str)
+@pytest.mark.parametrize("codec", [slow("int8"), slow("int4"), slow(COARSE), LOW_RANK], ids=str)
 def test_one_expert_per_rank(pool4: ProcessPool, codec: Any) -> None:
     case = world4(2, 2, toy=ToyConfig(num_experts=4, ffn=35, hidden=17))
     codecs: Codecs = [(codec, codec), (codec, codec)]
@@ -371,7 +371,7 @@ def test_int8_both_ways_trains_as_exact_does(pool4: ProcessPool) -> None:
     [
         slow("int8", 1e-6, "fp32", 0),
         (LOW_RANK, 0.05, "bf16", 1),
-        (RANK_1_AND_REST, 0.05, "fp32", 0),
+        slow(RANK_1_AND_REST, 0.05, "fp32", 0),
         slow("int4", 1e-6, "bf16", 1),
         slow("int4", 1e-6, "fp32", 0),
         slow("int8", 1e-6, "bf16", 1),
@@ -388,7 +388,7 @@ def test_what_a_codec_left_out_goes_out_later(
         assert later < max(left * trained, 1e-8)
 
 
-@pytest.mark.parametrize("codec", ["int4", LOW_RANK, slow(COARSE)], ids=str)
+@pytest.mark.parametrize("codec", [slow("int4"), LOW_RANK, slow(COARSE)], ids=str)
 def test_a_skipped_step_leaves_no_trace(pool4: ProcessPool, codec: Any) -> None:
     codecs: Codecs = [("int8", codec), ("identity", "int8")]
     for found in pool4.run(skip_steps, case=world4(2, 2), codecs=codecs):

@@ -13,7 +13,7 @@ from training import LOW_RANK, batch_of, block_with, engine_of, migration_of, re
 
 import ds_hybridep
 
-pytestmark = [pytest.mark.dist, pytest.mark.timeout(180)]
+pytestmark = pytest.mark.dist
 
 PATCHES = [("patch", "int4")]
 DELTAS = [(LOW_RANK, LOW_RANK)]

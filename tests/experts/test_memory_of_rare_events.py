@@ -25,7 +25,7 @@ def growth_of(program: str, *arguments: str) -> float:
         """
     )
     result = subprocess.run(
-        [sys.executable, "-c", measured, *arguments], capture_output=True, text=True, timeout=50, check=False
+        [sys.executable, "-c", measured, *arguments], capture_output=True, text=True, timeout=500, check=False
     )
     assert result.returncode == 0, result.stderr
     return float(result.stdout.split()[-1])

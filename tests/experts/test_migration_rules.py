@@ -37,7 +37,7 @@ from toy_model import AUX_LOSS_WEIGHT, ToyConfig, ToyModel, batch, build_model
 import ds_hybridep
 from ds_hybridep.errors import GradientNotReturnedError
 
-pytestmark = [pytest.mark.dist, pytest.mark.timeout(180)]
+pytestmark = pytest.mark.dist
 
 NUM_SEQUENCES = 3
 EXPERT_KINDS = ("expert_weights", "expert_gradients")

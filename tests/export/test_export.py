@@ -20,7 +20,6 @@ from ds_hybridep.commands.main import main
 
 pytestmark = [
     pytest.mark.dist,
-    pytest.mark.timeout(300),
     pytest.mark.skipif(importlib.util.find_spec("peft") is None, reason="needs transformers and peft: '.[hf]'"),
     pytest.mark.filterwarnings("ignore:.*:UserWarning"),  # of transformers and peft
     pytest.mark.filterwarnings("ignore:.*:FutureWarning"),
@@ -86,7 +85,7 @@ def assert_bit_equal(model: Any, results: list[dict[str, Any]]) -> None:
 
 def check(pool: ProcessPool, job: Job) -> None:
     """Export the whole model, and compare weights and logits."""
-    results = pool.run(run, job=job, timeout_s=120.0)
+    results = pool.run(run, job=job)
     for folder in (exported(job), *([Path(job.folder) / "live"] if job.live else ())):
         model = load(folder)
         assert_bit_equal(model, results)
@@ -128,7 +127,7 @@ def test_any_number_of_ranks(
 
 def check_adapters(pool: ProcessPool, job: Job) -> None:
     """Export the adapters, the merged model and adapters per expert, and compare logits."""
-    results = pool.run(run, job=job, timeout_s=120.0)
+    results = pool.run(run, job=job)
     wanted = results[0]["logits"]
     for folder in (exported(job), *([Path(job.folder) / "live"] if job.live else ())):
         assert_close(logits(loaded_adapters(job, folder), job), wanted)
@@ -183,7 +182,7 @@ def test_adapters_without_the_block_need_their_config(
     pool2: ProcessPool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     job = Job(folder=str(tmp_path), zero_stage=0, adapters="attention", with_block=False)
-    results = pool2.run(run, job=job, timeout_s=120.0)
+    results = pool2.run(run, job=job)
     assert "copy the adapter_config.json of the training there" in refusal(job, capsys)
     settings = importlib.import_module("peft").LoraConfig(r=2, lora_alpha=3, target_modules=["q_proj", "o_proj"])
     settings.save_pretrained(str(tmp_path / "checkpoint" / "global_step2"))
@@ -195,7 +194,7 @@ def test_adapters_without_the_block_need_their_config(
 
 def test_what_people_call_already_writes_all_experts_or_says_why_not(pool2: ProcessPool, tmp_path: Path) -> None:
     job = Job(folder=str(tmp_path))
-    for found in pool2.run(save_in_all_ways, job=job, timeout_s=120.0):
+    for found in pool2.run(save_in_all_ways, job=job):
         assert "call ds_hybridep.save_pretrained(engine, DIR) on all ranks" in found["errors"]["module"]
         assert "config.json is there already" in found["errors"]["file"]
         assert found["errors"]["detached"] == "False"
@@ -203,8 +202,10 @@ def test_what_people_call_already_writes_all_experts_or_says_why_not(pool2: Proc
         assert saved == kept
     assert not (tmp_path / "module").exists()
     wanted = logits(load(tmp_path / "live"), job)
-    for name in ("sixteen", "trainer"):
-        assert torch.equal(logits(load(tmp_path / name), job), wanted)
+    assert torch.equal(logits(load(tmp_path / "trainer"), job), wanted)
+    model = load(tmp_path / "base")
+    model.load_state_dict(torch.load(tmp_path / "sixteen" / "pytorch_model.bin", weights_only=True))
+    assert torch.equal(logits(model, job), wanted)
     assert (tmp_path / "trainer" / "training_args.bin").exists()
     assert json.loads((tmp_path / "trainer" / "trainer_state.json").read_text())["global_step"] == job.steps
 
@@ -214,7 +215,7 @@ def test_a_classic_model_becomes_one_state_dict(pool2: ProcessPool, tmp_path: Pa
     from safetensors.torch import load_file
 
     case = world2(zero_stage=zero_stage)
-    results = pool2.run(run_classic, case=case, folder=str(tmp_path / "checkpoint"), timeout_s=120.0)
+    results = pool2.run(run_classic, case=case, folder=str(tmp_path / "checkpoint"))
     assert main(["export", str(tmp_path / "checkpoint"), "--out", str(tmp_path / "out")]) == 0
     state = load_file(tmp_path / "out" / "model.safetensors")
     masters = results[0] | results[1]
@@ -247,12 +248,10 @@ def losses_of_training_on(job: Job, folder: str) -> list[float]:
 def test_training_goes_on_from_an_export(pool2: ProcessPool, tmp_path: Path, adapters: Any) -> None:
     """SGD remembers nothing, so the losses of going on are those of not having stopped."""
     job = Job(folder=str(tmp_path), zero_stage=0 if adapters else 1, adapters=adapters, optimizer="sgd")
-    wanted = pool2.run(run, job=job, timeout_s=120.0)[0]["later"]
+    wanted = pool2.run(run, job=job)[0]["later"]
     folder = str(exported(job))
     for with_block in (True,) if adapters else (True, False):
-        found = pool2.run(
-            losses_of_training_on, job=replace(job, with_block=with_block), folder=folder, timeout_s=120.0
-        )
+        found = pool2.run(losses_of_training_on, job=replace(job, with_block=with_block), folder=folder)
         assert found[0] == pytest.approx(wanted, rel=1e-5)
 
 
@@ -263,8 +262,8 @@ def test_training_goes_on_with_other_ranks(
     pool2: ProcessPool, tmp_path: Path, adapters: Any, world_size: int, ep_size: int
 ) -> None:
     job = Job(folder=str(tmp_path), zero_stage=0, adapters=adapters, optimizer="sgd")
-    wanted = pool2.run(run, job=job, timeout_s=120.0)[0]["later"]
+    wanted = pool2.run(run, job=job)[0]["later"]
     other = replace(job, world_size=world_size, ep_size=ep_size, with_block=world_size > 1)
     with ProcessPool(world_size) as pool:
-        found = pool.run(losses_of_training_on, job=other, folder=str(exported(job)), timeout_s=120.0)
+        found = pool.run(losses_of_training_on, job=other, folder=str(exported(job)))
     assert found[0] == pytest.approx(wanted, rel=1e-5)

@@ -19,7 +19,7 @@ from process_pool import ProcessPool
 
 from ds_hybridep.commands.main import main
 from ds_hybridep.errors import ExportError
-from ds_hybridep.export.folder import ShardWriter, whole_folder
+from ds_hybridep.export.folder import ShardWriter, shadow_of, whole_folder
 from ds_hybridep.export.stored import StandIn, load
 from ds_hybridep.export.stored import whole as in_file
 
@@ -32,7 +32,7 @@ needs_transformers = pytest.mark.skipif(
 def trained(pool2: ProcessPool, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Checkpoints under ZeRO 1, with the model they began from."""
     folder = tmp_path_factory.mktemp("trained")
-    pool2.run(run, job=Job(folder=str(folder)), timeout_s=200.0)
+    pool2.run(run, job=Job(folder=str(folder)))
     return folder
 
 
@@ -110,7 +110,6 @@ REFUSED: dict[str, tuple[Callable[[Path], Any], tuple[str, ...], str]] = {
 
 @needs_transformers
 @pytest.mark.dist
-@pytest.mark.timeout(300)
 @pytest.mark.filterwarnings("ignore:.*:UserWarning")
 class TestCheckpoints:
     """Of a real job."""
@@ -161,7 +160,7 @@ class TestCheckpoints:
             "assert tokens.shape[1] > 3; assert not {'deepspeed', 'ds_hybridep'} & set(sys.modules)"
         )
         environment = {**os.environ, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
-        done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, timeout=120)
+        done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, timeout=500)
         assert done.returncode == 0, done.stderr.decode()[-2000:]
 
 
@@ -181,22 +180,81 @@ def test_an_export_that_is_stopped_leaves_nothing(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_what_is_in_a_folder_already_stays(tmp_path: Path) -> None:
-    target = tmp_path / "out"
+OF_OTHERS = (
+    "trainer_state.json",
+    "config.json",
+    "generation_config.json",
+    "adapter_config.json",
+    "adapter_model.safetensors",
+    "model_ema.safetensors",
+    "model-ema-00001-of-00001.safetensors",
+    "pytorch_model.bin",
+)
+SHARDS = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors", "named-in-the-index.safetensors")
+INDEX = "model.safetensors.index.json"
+
+
+def folder_of_others(target: Path) -> Path:
+    """A folder with a sharded model, adapters and more; each file holds "old"."""
     target.mkdir()
-    for name in ("trainer_state.json", "config.json", "model-00001-of-00002.safetensors", "adapter_model.safetensors"):
+    for name in (*OF_OTHERS, *SHARDS[:1], *SHARDS[2:], "model.safetensors"):
         (target / name).write_text("old")
+    listed = dict.fromkeys("ab", SHARDS[2]) | {"c": "../outside.safetensors", "d": "missing.safetensors"}
+    (target / INDEX).write_text(json.dumps({"weight_map": listed}))
+    (target.parent / "outside.safetensors").write_text("old")
+    return target
+
+
+def files_of(folder: Path) -> dict[str, str]:
+    return {path.name: path.read_text() for path in folder.iterdir()}
+
+
+@pytest.mark.parametrize(
+    ("new", "gone"),
+    [
+        (("config.json", "model.safetensors"), {*SHARDS[:1], *SHARDS[2:], INDEX}),
+        (("config.json", *SHARDS[:2], INDEX), {SHARDS[2], "model.safetensors"}),
+        (("adapter_config.json", "adapter_model.safetensors"), set()),
+    ],
+    ids=["a whole model", "a whole model in shards", "adapters"],
+)
+def test_a_save_deletes_no_file_that_it_does_not_replace(tmp_path: Path, new: tuple[str, ...], gone: set[str]) -> None:
+    target = folder_of_others(tmp_path / "out")
+    before = files_of(target)
     with whole_folder(target, replace=True) as partial:
-        for name in ("config.json", "model.safetensors"):
+        for name in new:
             (partial / name).write_text("new")
-    found = {path.name: path.read_text() for path in target.iterdir()}
-    assert found == {
-        "trainer_state.json": "old",
-        "adapter_model.safetensors": "old",
-        "config.json": "new",
-        "model.safetensors": "new",
-    }
-    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+    kept = {name: text for name, text in before.items() if name not in gone}
+    assert files_of(target) == kept | dict.fromkeys(new, "new")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "outside.safetensors"]
+
+
+def test_a_save_that_fails_in_the_middle_leaves_what_was_there(tmp_path: Path) -> None:
+    target = folder_of_others(tmp_path / "out")
+    (target / "model-00002-of-00002.safetensors").mkdir()  # in the way of a file that comes late
+    before = {path.name for path in target.iterdir()}
+
+    def save() -> None:
+        with whole_folder(target, replace=True) as partial:
+            for name in ("config.json", *SHARDS[:2], INDEX):
+                (partial / name).write_text("new")
+
+    with pytest.raises(ExportError, match="cannot be written: Is a directory; nothing was written, and what was"):
+        save()
+    assert {path.name for path in target.iterdir()} == before
+    assert {path.read_text() for path in target.iterdir() if path.is_file() and path.name != INDEX} == {"old"}
+
+
+def test_a_disk_that_takes_no_folder(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(ExportError, match="cannot be written"), whole_folder(tmp_path / "file" / "out"):
+        pass
+
+
+def test_a_whole_model_beside_an_old_adapter_is_said_to_be_hidden(tmp_path: Path) -> None:
+    assert "from_pretrained loads the model named there" in shadow_of(folder_of_others(tmp_path / "out"))
+    (tmp_path / "out" / "adapter_config.json").unlink()
+    assert shadow_of(tmp_path / "out") == ""
 
 
 def test_a_disk_that_is_too_small(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from scripts import output_of
 from ds_hybridep.lab.namespaces import why_no_user_namespace
 from ds_hybridep.lab.network import why_not_permitted
 
-pytestmark = [pytest.mark.dist, pytest.mark.slow, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.dist, pytest.mark.slow]
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 REASON = why_not_permitted(with_delay=False) if os.geteuid() == 0 else why_no_user_namespace()

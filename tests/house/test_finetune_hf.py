@@ -109,7 +109,7 @@ def test_the_whole_example_that_the_page_shows(tmp_path: Path, has_adapters: boo
     (generate,) = blocks_of("huggingface.md", "Evaluation and `generate()` while training")
     settings = json.loads(changed(config, {'"size": 8': '"size": 2', '"autoep_size": 16': '"autoep_size": 4'}))
     script = changed(script, FOR_CPUS)
-    generate = changed(generate, {"synced_gpus=True": "synced_gpus=True, output_router_logits=False"})  # as it says
+    generate = changed(generate, {"use_cache=True": "use_cache=True, output_router_logits=False"})  # as it says
     if has_adapters:
         adapters, _ = blocks_of("huggingface.md", "Adapters (LoRA)")
         script = changed(script, {"\n\n\ndef windows": f"\n{adapters}\n\n\ndef windows"})

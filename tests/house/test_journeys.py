@@ -20,7 +20,7 @@ from training import batch_of, engine_of, train
 
 import ds_hybridep
 
-pytestmark = [pytest.mark.dist, pytest.mark.timeout(120)]
+pytestmark = pytest.mark.dist
 
 TOY = ToyConfig(ep_size=2, num_experts=4)
 ONE_RANK_EACH = Case(levels=levels_of((2,), (1,)), toy=TOY, dense_sync="deepspeed")

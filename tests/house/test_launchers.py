@@ -129,10 +129,10 @@ def daemon(folder: Path, *command: str | None) -> Iterator[None]:
     finally:
         process.terminate()
         try:
-            process.wait(20)
+            process.wait(300)
         except subprocess.TimeoutExpired:
             process.kill()
-            process.wait(20)
+            process.wait(300)
 
 
 @pytest.fixture(scope="module")
@@ -169,7 +169,7 @@ def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
 
         def said_by(*command: str) -> str:
             settings = {**os.environ, **environment}
-            return subprocess.run(command, env=settings, capture_output=True, text=True, timeout=60).stdout.strip()
+            return subprocess.run(command, env=settings, capture_output=True, text=True, timeout=500).stdout.strip()
 
         def are_idle() -> bool:
             return said_by("sinfo", "--noheader", "--format=%D %t") == f"{len(NODES)} idle"

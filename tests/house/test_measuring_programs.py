@@ -63,33 +63,68 @@ def run_program(*words: str, folder: Path) -> str:
     return output_of([sys.executable, "-m", "benchmarks", *words], folder, 800, PYTHONPATH=str(REPOSITORY))
 
 
+IN_ONE_PROCESS = """
+import json, sys
+from benchmarks.__main__ import main
+for words in json.loads(sys.argv[1]):
+    print("@@")
+    sys.argv = ["benchmarks", *words]
+    assert main() == 0
+"""
+
+
+@pytest.fixture(scope="module")
+def said_together(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
+    """What the list, all of HERE and then their reports print, in one process: its imports take most of the time."""
+    folder = tmp_path_factory.mktemp("records")
+    files = [str(folder / f"{place}.jsonl") for place in range(len(HERE))]
+    runs = [[*words_of(line), "--out", file] for line, file in zip(HERE, files, strict=True)]
+    reports = [[line.split()[0], "--report", file] for line, file in zip(HERE, files, strict=True)]
+    program = [sys.executable, "-c", IN_ONE_PROCESS, json.dumps([[], *runs, *reports])]
+    return folder, output_of(program, folder, 800, PYTHONPATH=str(REPOSITORY)).split("@@\n")[1:]
+
+
+def words_of(line: str) -> list[str]:
+    return [
+        str(REPOSITORY / word) if word.startswith("benchmarks/") else word.replace("_", " ") for word in line.split()
+    ]
+
+
 def marked(line: str) -> object:
-    marks = [pytest.mark.slow, pytest.mark.dist, pytest.mark.timeout(900)] if line in SLOW else []
+    marks = [pytest.mark.slow, pytest.mark.dist, pytest.mark.timeout(900)]
     marks += [NEEDS_LAB] if line.startswith(ON_EMULATED_HOSTS) else []
     marks += [NEEDS_DELAY] if line.startswith(WITH_DELAY) else []
     return pytest.param(line, marks=marks, id=" ".join(line.split()[:2]))
 
 
-@pytest.mark.parametrize("line", [marked(line) for line in (HERE | SLOW)])
+@pytest.mark.parametrize("line", HERE)
+def test_the_smallest_form_runs_and_its_record_is_read_again(line: str, said_together: tuple[Path, list[str]]) -> None:
+    folder, (_, *said) = said_together
+    place = list(HERE).index(line)
+    check(line, folder / f"{place}.jsonl", said[place], said[len(HERE) + place])
+
+
+@pytest.mark.parametrize("line", [marked(line) for line in SLOW])
 def test_the_smallest_form_runs_and_its_records_are_read_again(line: str, tmp_path: Path) -> None:
-    words = [
-        str(REPOSITORY / word) if word.startswith("benchmarks/") else word.replace("_", " ") for word in line.split()
-    ]
     out = tmp_path / "records.jsonl"
-    said = run_program(*words, "--out", str(out), folder=tmp_path)
-    assert re.search((HERE | SLOW)[line], said), said
+    said = run_program(*words_of(line), "--out", str(out), folder=tmp_path)
     if line == "is-it-for-you":
         assert out.read_text() == (REPOSITORY / "docs" / "is-it-for-you.md").read_text()
         return
+    check(line, out, said, run_program(line.split()[0], "--report", str(out), folder=tmp_path))
+
+
+def check(line: str, out: Path, said: str, again: str) -> None:
+    """What a program and then its report have said of the same records."""
+    assert re.search((HERE | SLOW)[line], said), said
     record = json.loads(out.read_text().splitlines()[-1])
     assert {"case", "params", "device", "versions", "commit", "command"} <= set(record)
-    assert str(tmp_path) not in record["command"]
-    again = run_program(line.split()[0], "--report", str(out), folder=tmp_path)
+    assert str(out.parent) not in record["command"]
     assert again.strip() in said
 
 
-def test_each_program_is_listed_and_run_somewhere(tmp_path: Path) -> None:
-    listed = re.findall(r"^  (\S+) ", run_program(folder=tmp_path), re.M)
+def test_each_program_is_listed_and_run_somewhere(said_together: tuple[Path, list[str]]) -> None:
+    listed = re.findall(r"^  (\S+) ", said_together[1][0], re.M)
     assert sorted(listed) == sorted({line.split()[0] for line in (*HERE, *SLOW, *ELSEWHERE)})
     for path in ELSEWHERE.values():
         assert '"-m", "benchmarks"' in (REPOSITORY / path).read_text()
@@ -115,8 +150,7 @@ for path in map(Path, sys.argv[1:]):
 """
 
 
-@pytest.mark.timeout(300)
 def test_reports_read_the_results() -> None:
-    said = output_of([sys.executable, "-c", REPORTS, *map(str, RESULTS)], REPOSITORY, 250)
+    said = output_of([sys.executable, "-c", REPORTS, *map(str, RESULTS)], REPOSITORY, 500)
     for part in said.split("@@ ")[1:]:
         assert part.count("\n") > 3, part

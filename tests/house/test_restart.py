@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
-from scripts import RESTART_CONFIG, run_together
+from scripts import RESTART_CONFIG, free_port, run_together
 
 pytestmark = [pytest.mark.dist, pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -26,10 +26,10 @@ def losses_of(folder: Path, launcher: str, **fault: str) -> tuple[dict[int, floa
     if launcher == "torchrun":
         command = [str(script), checkpoints, "2", *ours]
     else:
-        command = [str(script), checkpoints, "--num_gpus", "2", "--master_port", "29677", "--", *ours]
+        command = [str(script), checkpoints, "--num_gpus", "2", "--master_port", str(free_port()), "--", *ours]
     restart_script = str(ROOT / "tests" / "support" / "restart_script.py")
     environment = {**fault, "SAVE_INTERVAL": "2", "PAUSE_S": "1", "SCRIPT": restart_script}
-    ((status, said),) = run_together([command], folder, environment, limit_s=200)
+    ((status, said),) = run_together([command], folder, environment, limit_s=500)
     assert status == 0, said[-4000:]
     return dict(json.loads(result.read_text())["losses"]), said
 

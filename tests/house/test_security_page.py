@@ -52,7 +52,7 @@ def blocks_of(section: str, language: str = "") -> list[str]:
 @pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl not found")
 def test_the_link_takes_the_certificates_that_the_page_makes(tmp_path: Path) -> None:
     make, look, _ = blocks_of("TLS, step by step")
-    subprocess.run(["bash", "-e", "-c", make], cwd=tmp_path, check=True, capture_output=True, timeout=60)
+    subprocess.run(["bash", "-e", "-c", make], cwd=tmp_path, check=True, capture_output=True, timeout=500)
     (block,) = blocks_of("TLS, step by step", "json")
     for node in ("node1", "node2"):  # one block, and the files of each host at the same place
         (tmp_path / node).mkdir()
@@ -74,7 +74,7 @@ def test_the_link_takes_the_certificates_that_the_page_makes(tmp_path: Path) -> 
         host, port = links[0].address
         seen = subprocess.run(
             ["bash", "-c", look.replace("node1:29600", f"{host}:{port}")],
-            cwd=tmp_path, capture_output=True, text=True, timeout=60,
+            cwd=tmp_path, capture_output=True, text=True, timeout=500,
         )  # fmt: skip
     assert "Verification: OK" in seen.stdout + seen.stderr
     assert second.contexts()
@@ -109,7 +109,7 @@ def test_all_traffic_of_a_job_passes_the_tunnel_of_the_page(tmp_path: Path) -> N
     for folder in folders:
         folder.mkdir()
         lines = [line for line in keys.splitlines() if line.startswith(("umask", "wg "))]
-        subprocess.run(["bash", "-e", "-c", "\n".join(lines)], cwd=folder, check=True, timeout=60)
+        subprocess.run(["bash", "-e", "-c", "\n".join(lines)], cwd=folder, check=True, timeout=500)
     addresses = {"203.0.113.1": network.topology.address_of(0), "198.51.100.2": network.topology.address_of(1)}
     key_of = {
         f"{kind.upper()}-KEY-OF-{folder.name.upper()}": (folder / f"{kind}.key").read_text().strip()

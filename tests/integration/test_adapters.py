@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 import ds_hybridep
 
-pytestmark = [pytest.mark.dist, pytest.mark.timeout(180)]
+pytestmark = pytest.mark.dist
 
 HIDDEN, FFN, NUM_EXPERTS, NUM_LAYERS, TOKENS, RANK, STEPS = 64, 64, 8, 2, 2048, 8, 3
 FLOAT_BYTES = 4

@@ -74,7 +74,7 @@ def run_program(program, cwd=REPOSITORY, **environment):
         cwd=cwd,
         capture_output=True,
         text=True,
-        timeout=50,
+        timeout=500,
     )
     assert result.returncode == 0, result.stderr
     return result
@@ -270,3 +270,41 @@ print(*[type(finder).__module__ for finder in sys.meta_path])
 """
     assert "ds_hybridep._autoload" in run_program(program, TORCH_DEVICE_BACKEND_AUTOLOAD="1").stdout.split()
     assert "ds_hybridep._autoload" not in run_program(program, TORCH_DEVICE_BACKEND_AUTOLOAD="0").stdout.split()
+
+
+WAITING = """
+import os, sys, threading, types
+import torch
+from ds_hybridep import _autoload
+from torch.utils.file_baton import FileBaton
+
+_autoload._LOCK_NOTICE_S = 0.3  # half a minute otherwise
+lock, is_held, has_deepspeed = sys.argv[1], *map(int, sys.argv[2:])
+if has_deepspeed:
+    sys.modules["deepspeed"] = types.ModuleType("deepspeed")  # its name is all that matters
+builder = FileBaton(lock)
+assert builder.try_acquire()
+if not is_held:
+    os.close(builder.fd)  # as where the process was killed
+    builder.fd = None
+threading.Timer(1.5, builder.release).start()
+FileBaton(lock).wait()
+print(os.path.exists(lock))
+"""
+
+
+@pytest.mark.parametrize(
+    ("is_held", "has_deepspeed", "says"),
+    [(False, True, True), (True, True, False), (False, False, False)],
+    ids=["interrupted", "under way", "without deepspeed"],
+)
+def test_a_start_that_waits_for_an_interrupted_build_says_so(tmp_path, is_held, has_deepspeed, says):
+    lock = tmp_path / "lock"
+    arguments = [str(lock), str(int(is_held)), str(int(has_deepspeed))]
+    result = subprocess.run(
+        [sys.executable, "-c", WAITING, *arguments], cwd=REPOSITORY, capture_output=True, text=True, timeout=50
+    )
+    assert (result.returncode, result.stdout) == (0, "False\n"), result.stderr
+    assert (str(lock) in result.stderr) == says
+    assert ("an interrupted build" in result.stderr or "delete the file" in result.stderr) == says
+    assert result.stderr.count("\n") == int(says)

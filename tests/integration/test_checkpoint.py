@@ -17,7 +17,7 @@ from process_pool import ProcessPool
 from toy_model import ToyConfig
 from training import Engine, batch_of, evaluate, train
 
-pytestmark = [pytest.mark.dist, pytest.mark.timeout(180)]
+pytestmark = pytest.mark.dist
 
 
 PLANS = [(2, 1), (2, 2)]

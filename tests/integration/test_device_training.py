@@ -6,12 +6,12 @@ The same script runs on a CPU, which shows that the script is right.
 
 import json
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from scripts import free_port
 
 SCRIPT = Path(__file__).with_name("device_script.py")
 WORLD_SIZE = 2
@@ -21,9 +21,6 @@ LIMIT_S = 600
 
 def run_script(device: str, *words: str) -> list[list[dict]]:
     """What each rank has printed, one record for each case."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     environment = {
         **os.environ,
         "DS_ACCELERATOR": device,
@@ -31,7 +28,7 @@ def run_script(device: str, *words: str) -> list[list[dict]]:
         "LOCAL_RANK": "0",  # the GPU's number: all ranks share it
         "LOCAL_SIZE": str(WORLD_SIZE),
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
+        "MASTER_PORT": str(free_port()),
         "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
     }
     ranks = [

@@ -20,7 +20,7 @@ from ds_hybridep.integration import attachment as owner
 from ds_hybridep.transport import agreement
 from ds_hybridep.transport.channels import Transport
 
-pytestmark = [pytest.mark.dist, pytest.mark.timeout(120)]
+pytestmark = pytest.mark.dist
 
 
 # -- in the workers ---------------------------------------------------------------------------------------------
@@ -107,7 +107,7 @@ def load_badly_on_rank_1(case: Case, folder: str) -> dict[str, Any]:
             caught.append("OSError")
 
     caught: list[str] = []
-    with engine_of(case, with_block=True, hybridep={"timeout_s": 10}) as engine:
+    with engine_of(case, with_block=True, hybridep={"timeout_s": 60}) as engine:
         train(engine, case, 0, 1)
         engine.save_checkpoint(folder)
         found: dict[str, Any] = {"failed": error_of(load_and_catch), "caught": caught}
@@ -120,7 +120,7 @@ def load_badly_on_rank_1(case: Case, folder: str) -> dict[str, Any]:
 
 
 def test_a_rank_that_cannot_build_its_runtime_stops_the_others_at_once(pool2: ProcessPool) -> None:
-    for found in pool2.run(attach_where_memory_is_short, case=world2(), timeout_s=30.0):
+    for found in pool2.run(attach_where_memory_is_short, case=world2()):
         kind, message = found["error"]
         assert kind == "AgreementError"
         assert "rank 1 cannot start: MemoryError: no room for replicas" in message
@@ -129,7 +129,7 @@ def test_a_rank_that_cannot_build_its_runtime_stops_the_others_at_once(pool2: Pr
 
 
 def test_the_planner_of_an_attach_that_fails_drops_its_connections(pool2: ProcessPool) -> None:
-    for (kind, message), num_closed in pool2.run(plan_where_memory_is_short, case=world2(), timeout_s=60.0):
+    for (kind, message), num_closed in pool2.run(plan_where_memory_is_short, case=world2()):
         assert kind == "AgreementError"
         assert "rank 1 cannot start: MemoryError: no room for replicas" in message
         assert num_closed == 1
@@ -137,7 +137,7 @@ def test_the_planner_of_an_attach_that_fails_drops_its_connections(pool2: Proces
 
 @pytest.mark.parametrize("what", ["links", "experts"])
 def test_a_rank_that_fails_while_a_planner_measures_stops_the_others_at_once(pool2: ProcessPool, what: str) -> None:
-    for (kind, message), num_closed in pool2.run(plan_where_measuring_fails, case=world2(), what=what, timeout_s=30.0):
+    for (kind, message), num_closed in pool2.run(plan_where_measuring_fails, case=world2(), what=what):
         assert kind == "AgreementError"
         assert "rank 1 cannot start: MemoryError: no room to measure" in message
         assert num_closed == 1
@@ -152,7 +152,7 @@ def test_what_was_made_is_given_up_where_the_store_fails_afterwards() -> None:
 
 
 def test_a_change_of_plan_that_fails_on_one_rank_loses_nothing(pool2: ProcessPool) -> None:
-    for found in pool2.run(replan_where_memory_is_short, case=world2(), timeout_s=60.0):
+    for found in pool2.run(replan_where_memory_is_short, case=world2()):
         kind, message = found["error"]
         assert kind == "AgreementError"
         assert "rank 1 cannot start: MemoryError: no room for replicas" in message
@@ -167,7 +167,7 @@ def test_start_ups_stay_in_step_after_a_load_that_failed_on_one_rank(
     pool2: ProcessPool, tmp_path: Path, domain_size: int
 ) -> None:
     case = Case(levels=levels_of((2,), (domain_size,)), toy=world2().toy, kernels="reference")
-    first, second = pool2.run(load_badly_on_rank_1, case=case, folder=str(tmp_path), timeout_s=60.0)
+    first, second = pool2.run(load_badly_on_rank_1, case=case, folder=str(tmp_path))
     assert first["failed"][0] == "AgreementError"
     assert "rank 1 cannot start: OSError: the disk is gone" in first["failed"][1]
     assert (second["failed"], second["caught"]) == (("", ""), ["OSError"])

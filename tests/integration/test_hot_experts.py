@@ -20,7 +20,7 @@ import ds_hybridep
 from ds_hybridep.commands.record import format_run_record
 from ds_hybridep.errors import VerificationError
 
-pytestmark = [pytest.mark.dist, pytest.mark.timeout(240)]
+pytestmark = pytest.mark.dist
 
 FEW = ToyConfig(routing="by_token", drift=2, drop_tokens=False)  # few experts get all tokens, other ones later
 
@@ -165,14 +165,19 @@ def test_zero_stages_with_accumulation_and_clipping(pool4: ProcessPool) -> None:
     cases = [
         hot4(1, 1, zero_stage=0, accumulation=2, optimizer="sgd"),
         hot4(1, 1, zero_stage=1, accumulation=2, gradient_clipping=0.5),
-        hot4(1, 1, zero_stage=2, accumulation=3),
     ]
     assert_parity_and_changes(pool4, cases)
 
 
 @pytest.mark.core
 def test_beside_domains_over_slower_levels(pool4: ProcessPool) -> None:
-    cases = [hot4(2, 1, optimizer="sgd"), hot4(2, 1, zero_stage=2, accumulation=2)]
+    assert_parity_and_changes(pool4, [hot4(2, 1, zero_stage=2, accumulation=2)])
+
+
+@pytest.mark.slow
+@pytest.mark.core
+def test_more_stages_and_16_bits(pool4: ProcessPool) -> None:
+    cases = [hot4(1, 1, zero_stage=2, accumulation=3), hot4(2, 1, optimizer="sgd"), hot4(2, 1, dtype="bf16")]
     assert_parity_and_changes(pool4, cases)
 
 
@@ -186,27 +191,27 @@ def test_exchanges_and_other_levels(pool4: ProcessPool) -> None:
     assert_parity_and_changes(pool4, cases)
 
 
-def test_checkpointing(pool4: ProcessPool) -> None:
+@pytest.mark.parametrize("is_reentrant", [False, slow(True)])
+def test_checkpointing(pool4: ProcessPool, is_reentrant: bool) -> None:
     toy = replace(FEW, num_layers=3)
     cases = [
         hot4(1, 1, toy=replace(toy, checkpointing="nonreentrant"), zero_stage=2, accumulation=2),
         hot4(2, 1, toy=replace(toy, checkpointing="reentrant"), evaluate=True),
     ]
-    assert_parity_and_changes(pool4, cases)
+    assert_parity_and_changes(pool4, cases[is_reentrant:][:1])
 
 
-def test_models_of_autoep(pool4: ProcessPool) -> None:
-    cases = [
-        hot4(
-            *sizes, family="mixtral", toy=replace(FEW, routing="learned"), zero_stage=stage, accumulation=1 + stage % 2
-        )
-        for stage, sizes in enumerate([(1, 1), (1, 1), (2, 1), (1, 1)])
-    ]
-    assert_parity_and_changes(pool4, cases)
+@pytest.mark.parametrize(
+    ("zero_stage", "sizes"), [slow(0, (1, 1)), slow(1, (1, 1)), (2, (2, 1)), slow(3, (1, 1))], ids=str
+)
+def test_models_of_autoep(pool4: ProcessPool, zero_stage: int, sizes: tuple[int, int]) -> None:
+    toy = replace(FEW, routing="learned")
+    case = hot4(*sizes, family="mixtral", toy=toy, zero_stage=zero_stage, accumulation=1 + zero_stage % 2)
+    assert_parity_and_changes(pool4, [case])
 
 
 def test_16_bits(pool4: ProcessPool) -> None:
-    assert_parity_and_changes(pool4, [hot4(1, 1, dtype="bf16", zero_stage=1), hot4(2, 1, dtype="bf16")])
+    assert_parity_and_changes(pool4, [hot4(1, 1, dtype="bf16", zero_stage=1)])
 
 
 @pytest.mark.parametrize("zero_stage", [slow(0), 1, slow(2)])
@@ -287,7 +292,7 @@ def test_hot_experts_change_one_step_after_the_routing(pool4: ProcessPool) -> No
                 assert set(hot) <= preferred
 
 
-@pytest.mark.parametrize("sizes", [(1, 1), (2, 1)])
+@pytest.mark.parametrize("sizes", [slow((1, 1)), (2, 1)])
 def test_an_engine_goes_back_to_its_checkpoint(pool4: ProcessPool, tmp_path: Path, sizes: tuple[int, int]) -> None:
     # Weights are still under way when the checkpoint is loaded, which has other hot experts.
     for straight, again in pool4.run(go_back, case=hot4(*sizes), folder=str(tmp_path)):
@@ -300,7 +305,7 @@ def test_a_checkpoint_is_loaded_in_the_middle_of_an_accumulation(pool4: ProcessP
         assert again[0] == pytest.approx(straight[0], rel=FP32_TOLERANCE)
 
 
-@pytest.mark.parametrize("zero_stage", [1, 3])
+@pytest.mark.parametrize("zero_stage", [slow(1), 3])
 def test_replicas_are_those_of_this_step_beside_patches(pool4: ProcessPool, zero_stage: int) -> None:
     case = hot4(2, 1, toy=replace(FEW, routing="learned"), family="mixtral", dtype="bf16", zero_stage=zero_stage)
     exact, patched = (

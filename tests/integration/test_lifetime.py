@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
+import deepspeed
 import pytest
 from deepspeed.moe.sharded_moe import MOELayer
 from deepspeed.utils.debug import debug_clear_module_and_param_names
@@ -22,6 +23,7 @@ from training import (
     THREAD_LIMIT_S,
     Engine,
     block_of,
+    close_to,
     engine_of,
     error_of,
     hybridep_threads,
@@ -34,7 +36,7 @@ from training import (
 import ds_hybridep
 from ds_hybridep.integration.patches import TABLE, find
 
-pytestmark = [pytest.mark.dist, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.dist
 
 needs_transformers = pytest.mark.skipif(
     importlib.util.find_spec("transformers") is None, reason="needs transformers: '.[hf]'"
@@ -148,7 +150,7 @@ def losses_without_a_failure(case: Case, *, with_block: bool = True) -> list[flo
 
 
 def attach_twice(case: Case) -> dict[str, Any]:
-    """Two engines that have the same MoE layers, of which the first is attached."""
+    """Two engines that have the same MoE layers, and are attached one after the other."""
     with engine_of(case, with_block=True) as first:
         losses = train(first, case, 0, 1)
         model = nn.ModuleList([first.module])  # without the first engine's hooks
@@ -156,11 +158,19 @@ def attach_twice(case: Case) -> dict[str, Any]:
             if isinstance(layer, MOELayer):
                 layer.ep_group = layer.gate.ep_group = None  # DeepSpeed refuses to give it a group again
         second = initialize(case, model, with_block=False)
-        found = {"error": error_of(ds_hybridep.attach, second, block_of(case))}
-        found["on the second"] = [name for name in vars(second) if "hybridep" in name]
+        ds_hybridep.attach(second, block_of(case))
+        found: dict[str, Any] = {"on the first": [name for name in vars(first) if "hybridep" in name]}
+        found["error"] = error_of(first.step)
         second.destroy()
         found["losses"] = losses + train(first, case, 1, 2)
         return found
+
+
+def start_again_with_another_size(case: Case) -> tuple[str, str]:
+    """Error of a second engine for the same Hugging Face model, with expert-parallel groups of another size."""
+    with engine_of(case, with_block=True) as engine:
+        config = {**case.ds_config(with_block=True), "expert_parallel": {"enabled": True, "autoep_size": 1}}
+        return error_of(deepspeed.initialize, model=engine.module, config=config)
 
 
 def attach_that_fails(case: Case) -> dict[str, Any]:
@@ -219,16 +229,24 @@ def test_an_autoep_model_whose_start_failed_trains_as_if_it_had_not(pool2: Proce
     assert retried == pool2.run(losses_without_a_failure, case=case, with_block=with_block)
 
 
-def test_a_second_engine_with_the_same_layers_is_refused_and_the_first_goes_on(pool2: ProcessPool) -> None:
+def test_a_second_engine_takes_the_layers_and_the_first_steps_only_when_it_is_gone(pool2: ProcessPool) -> None:
     case = world2()
     losses = pool2.run(losses_without_a_failure, case=case)
     for found, expected in zip(pool2.run(attach_twice, case=case), losses, strict=True):
         kind, message = found["error"]
+        assert kind == "UnsupportedError"
+        assert "layer 0.blocks.0.moe.deepspeed_moe a later engine has taken over" in message
+        assert "train with the last engine" in message
+        assert found["on the first"] == []
+        assert found["losses"] == close_to(expected)
+
+
+@needs_transformers
+def test_a_second_engine_with_groups_of_another_size_is_refused(pool2: ProcessPool) -> None:
+    for kind, message in pool2.run(start_again_with_another_size, case=world2(family="mixtral")):
         assert kind == "ConfigError"
-        assert "0.blocks.0.moe.deepspeed_moe belongs to another engine" in message
-        assert "destroy()" in message
-        assert found["on the second"] == []
-        assert found["losses"] == expected
+        assert "expert_parallel.autoep_size is 1, but an earlier deepspeed.initialize" in message
+        assert "layers for 2; use the same size" in message
 
 
 def test_attaching_that_fails_at_its_end_leaves_nothing(pool2: ProcessPool) -> None:

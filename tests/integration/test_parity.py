@@ -11,7 +11,7 @@ from parity import Case, assert_parity, levels_of
 from process_pool import ProcessPool
 from toy_model import ToyConfig
 
-pytestmark = [pytest.mark.dist, pytest.mark.timeout(240)]
+pytestmark = pytest.mark.dist
 
 BY_TOKEN = ToyConfig(routing="by_token")
 
@@ -33,10 +33,24 @@ def test_every_plan_of_four_ranks(pool4: ProcessPool) -> None:
 
 @pytest.mark.core
 def test_zero_stages_with_accumulation(pool4: ProcessPool) -> None:
+    stage1 = world4(2, 1, zero_stage=1, accumulation=2, gradient_clipping=0.5)
+    stage2 = world4(2, 2, zero_stage=2, accumulation=3)
+    on_host = [replace(one, offload="hybrid") for one in (stage1, stage2)]
+    assert_parity(pool4, [world4(2, 1, zero_stage=0, accumulation=2), stage1, on_host[0], stage2, on_host[1]])
+
+
+@pytest.mark.slow
+@pytest.mark.core
+def test_optimizer_on_the_host_in_both_runs(pool4: ProcessPool) -> None:
+    small = ToyConfig(ep_size=2)
     cases = [
-        world4(2, 1, zero_stage=0, accumulation=2),
-        world4(2, 1, zero_stage=1, accumulation=2, gradient_clipping=0.5),
-        world4(2, 2, zero_stage=2, accumulation=3),
+        world4(2, 1, zero_stage=1, offload="both"),
+        world4(1, 2, zero_stage=1, toy=small, gradient_clipping=0.1, offload="both"),
+        world4(2, 1, zero_stage=2, accumulation=3, gradient_clipping=0.1, offload="both"),
+        world4(2, 2, zero_stage=2, optimizer="sgd", dense_sync="deepspeed", offload="both"),
+        world4(2, 1, zero_stage=2, toy=ToyConfig(k=2, starved_experts=(2, 3)), accumulation=2, offload="both"),
+        world4(2, 2, zero_stage=1, dtype="bf16", toy=replace(BY_TOKEN, k=3), accumulation=2, offload="both"),
+        world4(1, 2, zero_stage=2, dtype="bf16", toy=BY_TOKEN, optimizer="sgd", offload="both"),
     ]
     assert_parity(pool4, cases)
 

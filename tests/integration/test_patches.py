@@ -22,7 +22,7 @@ from ds_hybridep.integration.checkpoint_guard import install
 from ds_hybridep.integration.patches import TABLE, Patch, Patches, find, misfits
 from ds_hybridep.tokens.layer import HybridMoE, computing_layer
 
-LIMIT_S = 10.0
+LIMIT_S = 100.0
 
 
 def state_of(row: Patch, engine: Any) -> list[Any]:
@@ -43,13 +43,13 @@ def state_of(row: Patch, engine: Any) -> list[Any]:
     return [(name := row.attribute, vars(owner).get(name), name in vars(owner)) for owner in instances]
 
 
-# Of models of transformers, which test_export.py has, of peft, which test_adapters_off.py has, and of sites.
+# Of models of transformers, which tests/export has, of peft, which test_adapters_off.py has, and of sites.
+OPTIONAL = ("peft.", "accelerate.", "transformers.")
+OF_MODELS = ("save_16bit_model", "_zero3_consolidated_16bit_state_dict", "state_dict_pre_hook")
 ELSEWHERE = [
     row
     for row in TABLE
-    if row.owner.startswith("peft.")
-    or row.attribute
-    in ("save_16bit_model", "save_pretrained", "save_model", "load_module_state_dict", "reduce_ipg_grads")
+    if row.owner.startswith(OPTIONAL) or row.attribute in (*OF_MODELS, "load_module_state_dict", "reduce_ipg_grads")
 ]
 
 
@@ -81,7 +81,6 @@ def same(one: Any, other: Any) -> bool:
 
 
 @pytest.mark.dist
-@pytest.mark.timeout(120)
 @pytest.mark.parametrize("zero_stage", [0, pytest.param(1, marks=pytest.mark.slow), 2])
 def test_after_detach_each_row_is_the_very_object_it_was(pool4: ProcessPool, zero_stage: int) -> None:
     # Two groups hold each expert, so that groups of experts are changed too.
@@ -124,7 +123,7 @@ def test_what_has_no_row_cannot_be_changed() -> None:
         Patches().wrap(patches.ENGINE, "train_batch", SimpleNamespace(train_batch=print), lambda _: lambda: None)
 
 
-SHARED = [row for row in TABLE if row.until == "last detach" and row.owner != patches.TRAINER]
+SHARED = [row for row in TABLE if row.until == "last detach" and not row.owner.startswith(OPTIONAL)]
 
 
 @pytest.mark.parametrize("row", SHARED, ids=lambda row: f"{row.owner}.{row.attribute}")

@@ -14,7 +14,7 @@ import pytest
 from scripts import LIMIT_S, SCRIPT, free_port, run_two_ranks
 from training import world2
 
-pytestmark = [pytest.mark.dist, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.dist
 
 GETTING_STARTED = Path(__file__).resolve().parents[2] / "docs" / "getting-started.md"
 START, FIGURES = "hybridep: 2 MoE layers, domain sizes dc 2, tokens", "hybridep after 2 steps, per step: sent over dc"
@@ -84,6 +84,7 @@ def test_a_script_can_silence_the_lines(tmp_path: Path) -> None:
     assert lines_with("hybridep", said_by_rank_0(tmp_path, ds_config(), "--logging", "silenced")) == []
 
 
+@pytest.mark.slow  # test_autoload.py has the line, beside other names
 def test_a_misspelt_block_is_told_of_with_the_right_name(tmp_path: Path) -> None:
     config = ds_config()
     config["hybridEP"] = config.pop("hybridep")

@@ -27,7 +27,7 @@ def main() -> None:
         sys.exit(1)
     library = os.path.join(arguments["build_directory"], f"{arguments['name']}.so")
     command = ["cc", "-shared", "-fPIC", f"-I{sysconfig.get_paths()['include']}", "-x", "c", "-", "-o", library]
-    subprocess.run(command, input=MODULE.replace("NAME", arguments["name"]), text=True, check=True, timeout=100)
+    subprocess.run(command, input=MODULE.replace("NAME", arguments["name"]), text=True, check=True, timeout=500)
 
 
 if __name__ == "__main__":

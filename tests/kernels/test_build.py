@@ -14,8 +14,6 @@ from codec_cases import make_codec
 from ds_hybridep.errors import KernelBuildError
 from ds_hybridep.kernels import load_kernels
 
-pytestmark = pytest.mark.timeout(300)
-
 builder_module = importlib.import_module("ds_hybridep.op_builder.hybridep")
 HybridEPBuilder = builder_module.HybridEPBuilder
 

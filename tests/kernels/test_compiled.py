@@ -19,7 +19,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ds_hybridep.kernels import load_kernels
 
 # The first test compiles the kernels where no cached build exists.
-pytestmark = pytest.mark.timeout(300)
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 ROW_FORMATS = ["int8", "fp8"]

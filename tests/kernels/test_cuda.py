@@ -16,8 +16,6 @@ from pydantic import ValidationError
 from ds_hybridep.kernels import load_kernels
 from ds_hybridep.plan.packets import LARGEST_RANK
 
-pytestmark = pytest.mark.timeout(300)
-
 reference = load_kernels("reference")
 
 

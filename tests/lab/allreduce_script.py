@@ -7,6 +7,7 @@ Prints "rank R of W: SUM" with the sum of all ranks + 1. "fail" ends RANK with C
 """
 
 import os
+import signal
 import sys
 
 import torch
@@ -25,7 +26,7 @@ def main():
         if rank == int(fault[1]):
             print(f"leaving with code {fault[2]}", flush=True)
             os._exit(int(fault[2]))
-        dist.barrier()  # the others are still here
+        signal.pause()  # and not in a collective: that ends too, and may be seen first
     dist.destroy_process_group()
 
 

@@ -27,7 +27,7 @@ def lab_namespaces():
 def wait_until_gone():
     """A function that waits for the end of a process."""
 
-    def wait(pid, timeout_s=30.0):
+    def wait(pid, timeout_s=300.0):
         deadline_s = time.monotonic() + timeout_s
         while namespaces.start_time(pid) is not None:
             assert time.monotonic() < deadline_s, f"process {pid} is still there"

@@ -21,10 +21,9 @@ KINDS = ({"tokens"}, {"expert_weights", "expert_gradients"})  # of domains of on
 
 @pytest.mark.dist
 @pytest.mark.slow
-@pytest.mark.timeout(120)
 def test_counted_bytes_over_the_slow_level_are_those_of_the_interfaces(permitted, tmp_path):
     with EmulatedNetwork(Topology(2, 2), LinkSpec(wan_bits_per_s=500e6)) as net:
-        result = run_ranks(net, [sys.executable, SCRIPT, "4", "1", "2"], log_dir=tmp_path, timeout_s=100)
+        result = run_ranks(net, [sys.executable, SCRIPT, "4", "1", "2"], log_dir=tmp_path, timeout_s=300)
     logs = [Path(path).read_text() for path in result.log_files]
     assert result.is_success, logs[0][-2000:]
     counted = [json.loads(log.splitlines()[-1]) for log in logs]
@@ -42,12 +41,11 @@ def test_counted_bytes_over_the_slow_level_are_those_of_the_interfaces(permitted
 
 @pytest.mark.dist
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 def test_the_slow_level_is_found(permitted, tmp_path):
     out = tmp_path / "cluster.json"
     command = [sys.executable, "-m", "ds_hybridep.commands.main", "probe", "--levels", "dc=2,gpu=2", "--out", str(out)]
     with EmulatedNetwork(Topology(2, 2), LinkSpec(wan_bits_per_s=20e6, wan_delay_s=DELAY_S)) as network:
-        result = run_ranks(network, command, log_dir=tmp_path, timeout_s=120)
+        result = run_ranks(network, command, log_dir=tmp_path, timeout_s=300)
     assert result.is_success, result.tail_of_log(0)
     slow, fast = json.loads(out.read_text())["levels"]
     assert slow["bandwidth_gbps"] < 0.021 < fast["bandwidth_gbps"]

@@ -26,21 +26,20 @@ import socket, sys, time
 out = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
 for number in range(int(sys.argv[2])):
     out.sendto(f"{number} {time.monotonic_ns()}".encode(), (sys.argv[1], 7777))
-    time.sleep(0.0005)
+    time.sleep(0.002)
+for _ in range(20):  # the end, of which some may be lost
+    out.sendto(b"-1 0", (sys.argv[1], 7777))
 """
 DATAGRAM_RECEIVER = """
 import socket, time
 into = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
 into.bind(("0.0.0.0", 7777))
 print("ready", flush=True)
-into.settimeout(5)
-try:
-    while True:
-        number, sent_ns = into.recv(100).split()
-        print(int(number), time.monotonic_ns() - int(sent_ns), flush=True)
-        into.settimeout(1)
-except TimeoutError:
-    pass
+arrived = []  # printed at the end: what waits for a slow reader meanwhile would be lost
+while (said := into.recv(100).split())[0] != b"-1":
+    arrived.append((int(said[0]), time.monotonic_ns() - int(said[1])))
+for number, took_ns in arrived:
+    print(number, took_ns)
 """
 
 
@@ -55,7 +54,7 @@ def test_frames_are_held_back_and_lost_but_stay_in_order(permitted):
         ) as receiver:
             assert receiver.stdout.readline() == "ready\n"
             sender = [*python, DATAGRAM_SENDER, net.topology.address_of(1), str(count)]
-            subprocess.run(net.command_on(0, sender), check=True, timeout=30)
+            subprocess.run(net.command_on(0, sender), check=True, timeout=500)
             arrived = [tuple(map(int, line.split())) for line in receiver.stdout]
     numbers, times_ns = zip(*arrived, strict=True)
     assert list(numbers) == sorted(numbers)
@@ -117,7 +116,7 @@ def test_counters_count_what_was_sent_where_it_was_sent(permitted):
             before = net.counters()
             with serving(net, receiver, "sink"):
                 with running(net, sender, "source", net.topology.address_of(receiver), str(num_bytes)) as source:
-                    source.wait(30)
+                    source.wait(300)
             return [now.since(then) for now, then in zip(net.counters(), before, strict=True)]
 
         inside = send(0, 1)
@@ -140,7 +139,7 @@ def test_every_host_reaches_every_other(permitted, lab_namespaces, text):
             for sender in range(num_ranks):
                 with serving(net, receiver, "sink"):
                     with running(net, sender, "source", net.topology.address_of(receiver), "1") as source:
-                        assert source.wait(20) == 0
+                        assert source.wait(300) == 0
     assert lab_namespaces(os.getpid()) == []
 
 
@@ -150,14 +149,14 @@ def test_processes_on_hosts_end_with_the_network(permitted, lab_namespaces):
         # The second process of host 0 belongs to a session of its own, as daemons do.
         first = subprocess.Popen(net.command_on(0, ["sh", "-c", "setsid sleep 300 & sleep 300"]))
         other = subprocess.Popen(net.command_on(1, ["sleep", "300"]))
-        deadline_s = time.monotonic() + 10
+        deadline_s = time.monotonic() + 100
         while len(namespaces.processes_in(net.namespace_of(0))) < 3 and time.monotonic() < deadline_s:
             time.sleep(0.02)
         assert len(namespaces.kill_processes_in(net.namespace_of(0))) == 3
         # The shell may see the end of its child, and say so, before its own.
-        assert first.wait(5) in (-signal.SIGKILL, 128 + signal.SIGKILL)
+        assert first.wait(300) in (-signal.SIGKILL, 128 + signal.SIGKILL)
         assert other.poll() is None
-    assert other.wait(5) == -signal.SIGKILL
+    assert other.wait(300) == -signal.SIGKILL
     assert lab_namespaces(os.getpid()) == []
 
 
@@ -176,7 +175,7 @@ def test_a_delay_line_that_died_is_not_passed_over(permitted, lab_namespaces):
     net = EmulatedNetwork(Topology(2, 1), LinkSpec(wan_delay_s=0.001))
     net.__enter__()
     net._delay_lines[0].process.kill()
-    net._delay_lines[0].process.wait(5)
+    net._delay_lines[0].process.wait(300)
     with pytest.raises(LabError, match="links were not what they should have been: a delay line ended with code -9"):
         net.__exit__(None, None, None)
     assert lab_namespaces(os.getpid()) == []

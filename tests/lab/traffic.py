@@ -43,7 +43,7 @@ class Flow:
         self.samples += [(float(time_s), int(total)) for time_s, total in map(bytes.split, lines)]
         return self.samples
 
-    def wait_for_bytes(self, more=1, timeout_s=40.0):
+    def wait_for_bytes(self, more=1, timeout_s=300.0):
         """Until `more` bytes than now have arrived."""
         goal, deadline_s = (self.read()[-1][1] if self.read() else 0) + more, time.monotonic() + timeout_s
         while not self.read() or self.samples[-1][1] < goal:

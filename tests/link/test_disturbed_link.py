@@ -158,9 +158,9 @@ def train_disturbed(what: str, num_rounds: int) -> dict[str, Any]:
 
 @pytest.mark.parametrize("what", DISTURBANCES)
 def test_losses_are_bit_equal(pool4: ProcessPool, what: str) -> None:
-    found = pool4.run(train_disturbed, what=what, num_rounds=0, timeout_s=200)
+    found = pool4.run(train_disturbed, what=what, num_rounds=0)
     num_rounds = len(found[0]["losses"]) // STEPS_AT_ONCE - 1
-    plain = pool4.run(train_disturbed, what="", num_rounds=num_rounds, timeout_s=200)
+    plain = pool4.run(train_disturbed, what="", num_rounds=num_rounds)
     for rank in range(4):
         assert found[rank]["losses"] == plain[rank]["losses"]
         assert found[rank]["grown"] < plain[rank]["grown"] + 30

@@ -11,6 +11,7 @@ import weakref
 
 import pytest
 from link_pair import LIMIT_S, Process, content, linked, make_link
+from scripts import free_port
 
 from ds_hybridep.errors import CommunicationError, ConfigError
 
@@ -127,9 +128,9 @@ def test_a_caller_that_failed_is_not_held_by_its_handle():
 
 
 def test_ports_are_taken_from_the_range_and_a_full_range_is_named():
-    taken = make_link(0)
+    port = free_port()
+    taken = make_link(0, ports=(port, port))
     try:
-        port = taken.address[1]
         with pytest.raises(CommunicationError, match=rf"cannot listen on 127.0.0.1, ports {port} to {port}"):
             make_link(0, ports=(port, port))
     finally:

@@ -194,7 +194,7 @@ def test_a_rank_without_the_right_certificate_is_refused_and_told(tls, tmp_path,
 
 def test_a_rank_with_tls_dials_one_without_and_is_told(tls):
     with linked() as links, traffic(links):
-        other = make_link(1, tls=tls, timeout_s=1.0)
+        other = make_link(1, tls=tls, timeout_s=5.0)
         with pytest.raises(CommunicationError, match="is TLS configured on all ranks or on none"):
             other.connect({0: links[0].address})
         other.close()

@@ -18,7 +18,7 @@ from ds_hybridep.plan.row_format import record_bytes, token_codec
 from ds_hybridep.plan.stream_model import predict
 from ds_hybridep.plan.workload import Workload
 
-pytestmark = [pytest.mark.dist, pytest.mark.timeout(120)]
+pytestmark = pytest.mark.dist
 
 
 def uplink_totals(case: Case, layout: Layout, workload: Workload, kind: str) -> list[float]:

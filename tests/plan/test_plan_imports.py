@@ -16,7 +16,7 @@ print(*sorted({"torch", "deepspeed"} & set(sys.modules)))
 
 def test_no_module_of_plan_loads_torch_or_deepspeed():
     run = subprocess.run(
-        [sys.executable, "-c", IMPORT_ALL], cwd=REPOSITORY, capture_output=True, text=True, timeout=50
+        [sys.executable, "-c", IMPORT_ALL], cwd=REPOSITORY, capture_output=True, text=True, timeout=500
     )
     assert run.returncode == 0, run.stderr
     assert run.stdout.split() == []

@@ -344,7 +344,7 @@ def memory_on(domain_sizes, weight, gradient, state="device", **settings):
     """Of a toy on 2 x 2 ranks, with codecs over the slow level."""
     codecs = (LevelCodecs(weight, gradient, dense_weight=weight, dense_gradient=gradient), LevelCodecs())
     layout = Layout(spans=(2, 2), domain_sizes=domain_sizes, codecs=codecs, state=state)
-    return memory_of(cluster_of(2, 2), layout, toy(param_bytes=2, zero_stage=1, **settings))
+    return memory_of(cluster_of(2, 2), layout, toy(**{"param_bytes": 2, "zero_stage": 1, **settings}))
 
 
 def test_memory_per_rank():
@@ -385,6 +385,24 @@ def test_state_on_the_host_leaves_copies_and_sums_on_the_device():
     assert there.sync_bytes == 0
     # Of a quarter of the dense parameters: a residual and a new one for a message.
     assert here.sync_bytes == TOY.dense_params / 4 * 2 * COMPACT_BYTES
+
+
+def test_an_optimizer_on_the_host_leaves_parameters_on_the_device():
+    owned = 4 * 2 * TOY.expert_params
+    here, there = (memory_on((2, 1), EXACT, EXACT, offloads_optimizer=one) for one in (False, True))
+    assert there.owned_expert_bytes == owned * (2 + 2)
+    assert there.dense_bytes == TOY.dense_params * (2 + 2)
+    assert (there.replica_bytes, there.activation_bytes) == (here.replica_bytes, here.activation_bytes)
+    # Two moments, a master copy, a gradient, and the new parameter.
+    of_each = 8 + 4 + 4 + 2
+    assert there.host_bytes == (owned + TOY.dense_params / 4) * of_each
+    # ZeRO-2 moves gradients to the host, too, and adds up micro-steps there.
+    stage2 = memory_on((2, 1), EXACT, EXACT, offloads_optimizer=True, zero_stage=2, micro_steps=2)
+    assert stage2.owned_expert_bytes == owned * 2
+    assert stage2.host_bytes == (owned + TOY.dense_params / 4) * (of_each + 2)
+    # What codecs keep may be there as well.
+    both = memory_on((2, 1), CHANGES, LOSSY, "host", offloads_optimizer=True)
+    assert both.host_bytes == there.host_bytes + memory_on((2, 1), CHANGES, LOSSY, "host").host_bytes
 
 
 def test_own_parameters_as_they_were_are_kept_in_the_place_of_activations():

@@ -24,7 +24,7 @@ from ds_hybridep.plan.workload import MoEModel, Workload
 from ds_hybridep.simulate.scenario import Scenario
 from ds_hybridep.simulate.simulator import simulate
 
-pytestmark = [pytest.mark.dist, pytest.mark.timeout(240)]
+pytestmark = pytest.mark.dist
 
 CLUSTER = Cluster((Level("dc", 2), Level("gpu", 2)))
 # Matrices large enough for the codecs of matrices, and an embedding that is cut between ranks.  Experts have no bias:

@@ -15,7 +15,7 @@ from ds_hybridep.plan.token_route import expected_rows
 from ds_hybridep.simulate.scenario import Scenario
 from ds_hybridep.simulate.simulator import simulate
 
-pytestmark = [pytest.mark.dist, pytest.mark.timeout(120)]
+pytestmark = pytest.mark.dist
 
 
 @pytest.mark.parametrize(

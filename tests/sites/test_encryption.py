@@ -113,7 +113,6 @@ def test_gradients_are_read_between_sites_unless_tls_is_on(tmp_path: Path, encry
 @needs_openssl
 @pytest.mark.dist
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 @pytest.mark.skipif((why_not := why_not_permitted(with_delay=False)) is not None, reason=f"emulated hosts: {why_not}")
 @pytest.mark.parametrize("encrypts", [False, True], ids=["open", "TLS"])
 def test_weights_of_a_job_are_read_between_sites_unless_tls_is_on(tmp_path: Path, encrypts: bool) -> None:

@@ -24,7 +24,6 @@ runpy.run_path("{EXAMPLE}/train.py", run_name="__main__")
 
 @pytest.mark.dist
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 def test_both_sites_train_together(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "train.py").write_text(SCRIPT)
     with Meeting(tmp_path) as meeting:

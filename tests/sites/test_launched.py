@@ -18,7 +18,7 @@ from ds_hybridep.lab.namespaces import run_tool
 from ds_hybridep.lab.network import EmulatedNetwork, why_not_permitted
 from ds_hybridep.lab.topology import LinkSpec, Topology
 
-pytestmark = [pytest.mark.dist, pytest.mark.slow, pytest.mark.timeout(480)]
+pytestmark = [pytest.mark.dist, pytest.mark.slow]
 LINK_PORTS = [29600, 29619]
 TIMEOUT_S = 20
 RULES = """

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from process_pool import ProcessPool
-from site_jobs import Job, Meeting, block, end_together, secret_file
+from site_jobs import ForkedJob, Meeting, block, end_together, secret_file
 from torch.distributed import distributed_c10d
 from training import Case, engine_of, world2
 
@@ -22,7 +22,6 @@ DOMAINS = [{"name": "gpu", "size": 2, "domain_size": 2}]
 HOT = [{"name": "rank", "size": 2, "hot_experts": 2}]
 AUTOEP = [
     pytest.mark.slow,
-    pytest.mark.timeout(480),
     pytest.mark.skipif(importlib.util.find_spec("transformers") is None, reason="needs transformers: '.[hf]'"),
 ]
 
@@ -39,7 +38,7 @@ def train(meeting: Meeting, folder: Path, ranks: int, sites: dict[str, Any], **o
     both = block(meeting, folder, sites=sites, **({"levels": levels} if levels else {}))
     options = {"ep_size": ranks, **options}
     jobs = [
-        Job(folder, name, ranks, site=name, block=both, first_rank=index * ranks, **options)
+        ForkedJob(folder, name, ranks, site=name, block=both, first_rank=index * ranks, **options)
         for index, name in enumerate(("a", "b"))
     ]
     try:
@@ -52,7 +51,7 @@ def train(meeting: Meeting, folder: Path, ranks: int, sites: dict[str, Any], **o
 @pytest.mark.parametrize(
     "options",
     [
-        {"zero": 1, "clip": 0.5, "accumulation": 2},
+        pytest.param({"zero": 1, "clip": 0.5, "accumulation": 2}, marks=pytest.mark.slow),
         pytest.param({"zero": 0}, marks=pytest.mark.slow),
         pytest.param({"zero": 0, "clip": 0.1, "accumulation": 4}, marks=pytest.mark.slow),
         pytest.param({"zero": 2, "accumulation": 4}, marks=pytest.mark.slow),
@@ -75,7 +74,7 @@ def test_losses_are_those_of_one_job_over_all_ranks(meeting: Meeting, tmp_path: 
     ranks = options.pop("ranks", 1)
     sites = train(meeting, tmp_path, ranks, {}, **options)
     options.pop("levels", None)
-    one = Job(tmp_path, "one", 2 * ranks, ep_size=ranks, **options).records()
+    one = ForkedJob(tmp_path, "one", 2 * ranks, ep_size=ranks, **options).records()
     for got, wanted in zip(sites, one, strict=True):
         assert got["losses"] == pytest.approx(wanted["losses"], abs=2e-6), "fp32, up to the order of sums"
     assert [one["weights"] for one in sites[:ranks]] == [one["weights"] for one in sites[ranks:]]
@@ -84,7 +83,7 @@ def test_losses_are_those_of_one_job_over_all_ranks(meeting: Meeting, tmp_path: 
 @pytest.mark.parametrize(
     "options",
     [
-        {"zero": 2, "accumulation": 2},
+        {"zero": 2, "accumulation": 2, "clip": 0.5},
         pytest.param({"zero": 1, "clip": 0.5, "accumulation": 2}, marks=pytest.mark.slow),
         pytest.param({"zero": 2, "ranks": 2, "grows_at": 3}, marks=pytest.mark.slow),
         pytest.param({"zero": 2, "ranks": 2, "levels": DOMAINS, "accumulation": 2}, marks=pytest.mark.slow),
@@ -96,7 +95,7 @@ def test_gradients_leave_while_the_backward_runs(meeting: Meeting, tmp_path: Pat
     ranks = options.pop("ranks", 1)
     sites = train(meeting, tmp_path, ranks, {}, **options)
     options.pop("levels", None)
-    one = Job(tmp_path, "one", 2 * ranks, ep_size=ranks, **options).records()
+    one = ForkedJob(tmp_path, "one", 2 * ranks, ep_size=ranks, **options).records()
     for got, wanted in zip(sites, one, strict=True):
         assert got["losses"] == pytest.approx(wanted["losses"], abs=2e-6), "fp32, up to the order of sums"
     assert [one["weights"] for one in sites[:ranks]] == [one["weights"] for one in sites[ranks:]]
@@ -116,8 +115,8 @@ def test_what_a_site_sent_before_it_died_in_the_backward_does_not_count(tmp_path
             both = block(meeting, folder, ("a", "b", "c"), sites={"codecs": codecs}, timeout_s=12)
             options = {"block": both, "zero": 2, "bucket": 500, "ep_size": 1, "steps": 8, "dtype": "bf16"}
             jobs = [
-                Job(folder, name, 1, site=name, first_rank=at, **options, **({"dies_at": 4} if name == "c" else {}),
-                    dies_in=dies_in)
+                ForkedJob(folder, name, 1, site=name, first_rank=at, **options,
+                    **({"dies_at": 4} if name == "c" else {}), dies_in=dies_in)
                 for at, name in enumerate("abc")
             ]  # fmt: skip
             try:
@@ -155,8 +154,8 @@ def test_encoded_gradients_leave_the_weights_of_all_sites_equal(
 
 def test_a_state_that_comes_whole_to_some_ranks_only_is_sent_again(meeting: Meeting, tmp_path: Path) -> None:
     options = {"block": block(meeting, tmp_path), "ep_size": 2}
-    a = Job(tmp_path, "a", 2, site="a", **options)
-    b = Job(tmp_path, "b", 2, site="b", first_rank=2, seed=2, loses_state=True, **options)
+    a = ForkedJob(tmp_path, "a", 2, site="a", **options)
+    b = ForkedJob(tmp_path, "b", 2, site="b", first_rank=2, seed=2, loses_state=True, **options)
     try:
         ours, theirs = a.records(), b.records()
     finally:
@@ -181,14 +180,14 @@ def test_a_site_that_was_killed_comes_back_while_the_other_goes_on(
     ranks, of_block = options.pop("ranks", 1), {key: options.pop(key) for key in ("sites", "levels") if key in options}
     both = block(meeting, tmp_path, **of_block)
     options |= {"until": str(tmp_path / "until"), "steps": 10**6, "pause_s": 0.02, "ep_size": ranks, "block": both}
-    a = Job(tmp_path, "a", ranks, site="a", **options)
-    b = Job(tmp_path, "b", ranks, site="b", first_rank=ranks, **options)
+    a = ForkedJob(tmp_path, "a", ranks, site="a", **options)
+    b = ForkedJob(tmp_path, "b", ranks, site="b", first_rank=ranks, **options)
     try:
         a.wait_for_step(5)
         b.kill()
         at = a.step()
         a.wait_for_step(at + 5)
-        b = Job(tmp_path, "b again", ranks, site="b", first_rank=ranks, **options)
+        b = ForkedJob(tmp_path, "b again", ranks, site="b", first_rank=ranks, **options)
         b.wait_for_step(at + 1)
         ours, theirs = end_together(tmp_path, [a, b])
     finally:
@@ -208,7 +207,7 @@ def test_a_site_that_was_killed_comes_back_while_the_other_goes_on(
 def test_a_meeting_point_that_is_gone_stops_nobody(meeting: Meeting, tmp_path: Path) -> None:
     both = block(meeting, tmp_path)
     options = {"steps": 40, "pause_s": 0.05, "ep_size": 1, "block": both}
-    jobs = [Job(tmp_path, name, 1, site=name, first_rank=i, **options) for i, name in enumerate(("a", "b"))]
+    jobs = [ForkedJob(tmp_path, name, 1, site=name, first_rank=i, **options) for i, name in enumerate(("a", "b"))]
     try:
         jobs[0].wait_for_step(3)
         meeting.process.kill()
@@ -221,7 +220,7 @@ def test_a_meeting_point_that_is_gone_stops_nobody(meeting: Meeting, tmp_path: P
 
 def test_who_cannot_join_is_told_why(meeting: Meeting, tmp_path: Path) -> None:
     both = block(meeting, tmp_path)
-    first = Job(tmp_path, "a", 1, site="a", block=both, ep_size=1, steps=10**6)  # until it is killed
+    first = ForkedJob(tmp_path, "a", 1, site="a", block=both, ep_size=1, steps=10**6)  # until it is killed
     wrong = {**both, "sites": {**both["sites"], "secret_file": str(secret_file(tmp_path, "x" * 20))}}
     others = {
         "different secrets": {"site": "b", "block": wrong},
@@ -230,12 +229,12 @@ def test_who_cannot_join_is_told_why(meeting: Meeting, tmp_path: Path) -> None:
         "refused it: another site 'a' is here already": {"site": "a", "block": {**both, "timeout_s": 3}},
     }  # fmt: skip
     try:
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 400
         while "site 'a' is here" not in meeting.log.read_text():
             assert time.monotonic() < deadline, first.output()
             time.sleep(0.1)
         jobs = {
-            says: Job(tmp_path, f"other {index}", 1, ep_size=1, **options)
+            says: ForkedJob(tmp_path, f"other {index}", 1, ep_size=1, **options)
             for index, (says, options) in enumerate(others.items())
         }
         for says, job in jobs.items():
@@ -291,11 +290,11 @@ def three_sites(meeting: Meeting, folder: Path, places: Mapping[str, list[str]] 
     """Give a function that starts a site, and the jobs of all three, which run.  places: words before commands."""
     block_of_all = block(meeting, folder, ("a", "b", "c"), timeout_s=12)
     options = {"block": block_of_all, "until": str(folder / "until"), "steps": 10**6, "pause_s": 0.02, "ep_size": 1}
-    jobs: dict[str, Job] = {}
+    jobs: dict[str, ForkedJob] = {}
 
-    def start(site: str, name: str) -> Job:
+    def start(site: str, name: str) -> ForkedJob:
         before = (places or {}).get(site, ())
-        jobs[site] = Job(folder, name, 1, before, site=site, first_rank="abc".index(site), **options)
+        jobs[site] = ForkedJob(folder, name, 1, before, site=site, first_rank="abc".index(site), **options)
         return jobs[site]
 
     try:
@@ -327,7 +326,7 @@ def test_engines_of_a_site_leave_no_process_groups_behind(
 
 def test_codecs_inside_a_site_are_refused(meeting: Meeting, tmp_path: Path) -> None:
     levels = [{"name": "gpu", "size": 1, "codecs": "recommended"}]
-    job = Job(tmp_path, "a", 1, site="a", block=block(meeting, tmp_path, levels=levels), ep_size=1)
+    job = ForkedJob(tmp_path, "a", 1, site="a", block=block(meeting, tmp_path, levels=levels), ep_size=1)
     assert job.wait() == [1]
     assert "leave out the codecs of levels" in job.output()
 
@@ -338,14 +337,14 @@ def test_local_steps_keep_common_weights_equal_also_for_a_site_that_comes_back(
 ) -> None:
     both = block(meeting, tmp_path, sites={"every": 4})
     options = {"steps": 10**6, "until": str(tmp_path / "until"), "pause_s": 0.05, "ep_size": 1, "block": both}
-    a = Job(tmp_path, "a", 1, site="a", **options)
-    b = Job(tmp_path, "b", 1, site="b", first_rank=1, **options)
+    a = ForkedJob(tmp_path, "a", 1, site="a", **options)
+    b = ForkedJob(tmp_path, "b", 1, site="b", first_rank=1, **options)
     try:
         a.wait_for_step(6)
         b.kill()
         at = a.step()
         a.wait_for_step(at + 8)
-        b = Job(tmp_path, "b again", 1, site="b", first_rank=1, **options)
+        b = ForkedJob(tmp_path, "b again", 1, site="b", first_rank=1, **options)
         b.wait_for_step(at + 9)
         (ours,), (theirs,) = end_together(tmp_path, [a, b])
     finally:

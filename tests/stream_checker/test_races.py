@@ -22,7 +22,7 @@ from ds_hybridep.plan.cluster import Cluster, Level
 from ds_hybridep.transport.channels import Purpose
 from stream_checker import FakeCuda, StreamChecker, fake_device, fake_nccl
 
-pytestmark = [pytest.mark.dist, pytest.mark.timeout(180)]
+pytestmark = pytest.mark.dist
 
 EXACT, LOSSY = ("identity", "identity"), ("int8", "int8")
 LOW_RANK = {"type": "low_rank", "rank": 2, "weighting": "rms"}
@@ -135,7 +135,7 @@ def receive_where_something_was_read(is_background: bool, dropped: tuple[str, ..
     cuda = FakeCuda(*dropped)
     checker = StreamChecker(cuda)
     with fake_device(cuda, checker):
-        channel = open_transport(TWO_DCS, 10.0).channel("rows", (0, 1), background=is_background)
+        channel = open_transport(TWO_DCS, 100.0).channel("rows", (0, 1), background=is_background)
         with checker:
             rows = torch.zeros(64)
             sums = rows.sum()

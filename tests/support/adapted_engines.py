@@ -17,7 +17,7 @@ def adapted_model(case: Case, targets: tuple[str, ...], *, seed: int) -> Any:
     import peft
 
     model = model_of(case, seed=seed)
-    model.config.output_router_logits = False  # AutoEP makes its auxiliary loss of other logits than transformers
+    model.config.output_router_logits = False  # transformers before 5.6 makes its loss of probabilities
     settings = peft.LoraConfig(
         r=RANK, lora_alpha=3, target_modules=["q_proj"], target_parameters=list(targets), init_lora_weights=False
     )

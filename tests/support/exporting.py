@@ -89,14 +89,14 @@ def base_of(job: Job) -> Any:
 
 
 @contextmanager
-def engine_of(job: Job, model: Any = None) -> Iterator[Any]:
+def engine_of(job: Job, model: Any = None, ds_config: Any = None) -> Iterator[Any]:
     """The engine of a job; `model`: another one than the base, with adapters if there are to be any."""
     use_expert_groups_of(job.case)
     if model is None:
         model = base_of(job)
         model = peft_model(model, job.adapters) if job.adapters else model
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    engine, *_ = deepspeed.initialize(model=model, model_parameters=trainable, config=job.ds_config())
+    engine, *_ = deepspeed.initialize(model=model, model_parameters=trainable, config=ds_config or job.ds_config())
     try:
         yield engine
     finally:
@@ -196,12 +196,12 @@ def save_in_all_ways(job: Job) -> dict[str, Any]:
     return {"errors": errors, "losses": (saved, kept)}
 
 
-def trainer_of(engine: Any, folder: Path) -> Any:
+def trainer_of(engine: Any, folder: Path, kind: Any = None) -> Any:
     """What a Trainer is while it trains, as far as saving goes."""
     from transformers.trainer import Trainer
     from transformers.trainer_callback import TrainerState
 
-    trainer = Trainer.__new__(Trainer)
+    trainer = (kind or Trainer).__new__(kind or Trainer)
     trainer.deepspeed = trainer.model_wrapped = engine
     trainer.model = engine.module
     is_first = dist.get_rank() == 0

@@ -15,7 +15,7 @@ from typing import Any
 from ds_hybridep.link import TLS, Fact, Link, Options, State
 
 SECRET = b"0123456789abcdef"
-LIMIT_S = 60.0
+LIMIT_S = 300.0
 
 
 def make_link(rank: int, world_size: int = 2, on_change: Any = None, **settings: Any) -> Any:
@@ -174,14 +174,14 @@ def make_certificates(folder, name="authority"):
 
 
 class Process:
-    """Rank 1 in a process of its own, which connects `link` with `first` and runs `program`."""
+    """Rank 1 in a process of its own, which connects `link` with `first` and runs `program`.  port: 0 takes any."""
 
-    def __init__(self, first: Link, program: str, before: str = "") -> None:
+    def __init__(self, first: Link, program: str, before: str = "", port: int = 0) -> None:
         source = f"""
 import json, os, sys, threading, time
 from link_pair import *
 {before}
-link = make_link(1)
+link = make_link(1, ports=({port}, {port}))
 print(json.dumps(link.address), flush=True)
 link.connect({{0: json.loads(sys.stdin.readline())}})
 channel = link.channel("x", (0, 1))

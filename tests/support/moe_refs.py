@@ -78,7 +78,7 @@ class MoeCase:
             "levels": levels,
             "token_exchange": self.exchange,
             "advanced": {"kernels": "reference", "prefetch_depth": self.prefetch_depth},
-            "timeout_s": 30,
+            "timeout_s": 100,
             "report_interval": 0,
             **options,
         }

@@ -35,9 +35,11 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-START_LIMIT_S = 120.0  # importing torch and deepspeed on a loaded machine
-GRACE_S = 2.0  # what the other ranks get after the first failure; most of them wait in a collective for ever
-COLLECTIVE_LIMIT_S = 120  # ends workers whose parent was killed while they waited in a collective
+# No test asserts a time: these end what hangs, and a machine with ten times the load of a quiet one keeps them.
+START_LIMIT_S = 300.0
+RUN_LIMIT_S = 500.0  # below the limit of pytest-timeout, which shows less
+GRACE_S = 10.0  # what the other ranks get after the first failure; most of them wait in a collective for ever
+COLLECTIVE_LIMIT_S = 600  # ends workers whose parent was killed while they waited in a collective
 LOG_TAIL_BYTES = 6000
 
 
@@ -75,7 +77,7 @@ class ProcessPool:
         """Process ids of the running workers, by rank; empty before the first run and after a failed one."""
         return [worker.process.pid for worker in self._workers]
 
-    def run(self, function: Callable[..., Any], *, timeout_s: float = 60.0, **kwargs: Any) -> list[Any]:
+    def run(self, function: Callable[..., Any], *, timeout_s: float = RUN_LIMIT_S, **kwargs: Any) -> list[Any]:
         """Results of `function(**kwargs)`, called once on every rank, in rank order.
 
         `function` is a module-level function, found again by its name in the worker; `kwargs` and results travel by
@@ -99,10 +101,7 @@ class ProcessPool:
 
     def _start(self) -> None:
         self._log_dir = Path(tempfile.mkdtemp(prefix=f"process_pool_{self.world_size}_"))
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["pool_preload"])
-        with _search_path_in_environment():
-            multiprocessing.forkserver.ensure_running()
+        context = fork_server()
         for rank in range(self.world_size):
             ours, theirs = context.Pipe()
             log_path = self._log_dir / f"rank_{rank}.log"
@@ -181,6 +180,15 @@ class ProcessPool:
             for path in glob.glob(f"/dev/shm/deepspeed_allreduce_buffer_*_{self._port}_*"):
                 Path(path).unlink(missing_ok=True)
             self._port = None
+
+
+def fork_server() -> Any:
+    """Return the context whose processes have torch and deepspeed imported when they start."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["pool_preload"])
+    with _search_path_in_environment():
+        multiprocessing.forkserver.ensure_running()
+    return context
 
 
 @contextmanager

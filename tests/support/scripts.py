@@ -3,9 +3,7 @@
 
 import json
 import os
-import random
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -13,8 +11,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from ds_hybridep.lab.ports import hold_port
+
 SCRIPT = Path(__file__).with_name("user_script.py")
-LIMIT_S = 240
+LIMIT_S = 500
 RESTART_CONFIG = {
     "train_micro_batch_size_per_gpu": 1,
     "steps_per_print": 1_000_000,
@@ -47,12 +47,11 @@ def blocks_of(page: str, section: str) -> list[str]:
 
 
 def free_port() -> int:
-    """Return a free port below those that the system gives out by itself: another process could get one meanwhile."""
-    first = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
-    while True:
-        port = random.SystemRandom().randrange(max(1024, first - 12_000), first)
-        with suppress(OSError), socket.create_server(("127.0.0.1", port)):
-            return port
+    """Return a free port; the system gives it to nobody else before this process ends."""
+    holder = hold_port()
+    port = int(holder.getsockname()[1])
+    holder.detach()  # it stays open
+    return port
 
 
 def run_together(

@@ -7,18 +7,19 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from forked_script import ForkedScript
 from scripts import free_port
 
 from ds_hybridep.link import TLS
 
 SUPPORT = Path(__file__).resolve().parent
 SCRIPT = SUPPORT / "site_script.py"
-LIMIT_S = 150.0
+LIMIT_S = 400.0
 
 
 def secret_file(folder: Path, text: str = "a secret of at least sixteen bytes") -> Path:
@@ -56,7 +57,7 @@ class Job:
 
     def __init__(self, folder: Path, name: str, ranks: int, before: Sequence[str] = (), **options: Any) -> None:
         self.folder, self.name, self.ranks = folder, name, ranks
-        self.processes = []
+        self.processes: list[Any] = []
         site = options.pop("site", None)
         options = {"out": str(folder / name), "tell": str(folder / f"{name}.step"), **options}
         for index, (command, more) in enumerate(self._commands(json.dumps(options))):
@@ -66,12 +67,13 @@ class Job:
             environment.pop("HYBRIDEP_SITE", None)
             if site is not None:
                 environment["HYBRIDEP_SITE"] = site
-            with (folder / f"{name}-{index}.log").open("w") as log:
-                self.processes.append(
-                    subprocess.Popen(
-                        [*before, *command], env=environment, stdout=log, stderr=log, start_new_session=True
-                    )
-                )
+            self.processes.append(self._start(before, command, environment, folder / f"{name}-{index}.log"))
+
+    def _start(self, before: Sequence[str], command: Sequence[str], environment: Mapping[str, str], log: Path) -> Any:
+        with log.open("w") as output:
+            return subprocess.Popen(
+                [*before, *command], env=environment, stdout=output, stderr=output, start_new_session=True
+            )
 
     def _commands(self, options: str) -> list[tuple[list[str], dict[str, str]]]:
         """Return commands, and what they need in their environment: one for each rank."""
@@ -119,6 +121,15 @@ class Job:
             assert time.monotonic() < deadline, f"step {step} was not reached\n{self.output()}"
             assert any(process.poll() is None for process in self.processes), self.output()
             time.sleep(0.05)
+
+
+class ForkedJob(Job):
+    """A job whose processes need not import torch and deepspeed: see `ForkedScript`."""
+
+    def _start(self, before: Sequence[str], command: Sequence[str], environment: Mapping[str, str], log: Path) -> Any:
+        if before:
+            return super()._start(before, command, environment, log)
+        return ForkedScript(command[1:], environment, log)
 
 
 class Launched(Job):

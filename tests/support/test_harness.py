@@ -14,7 +14,7 @@ from parity import Case, levels_of
 from process_pool import ProcessPool, RemoteError
 from toy_model import ToyConfig
 
-pytestmark = [pytest.mark.dist, pytest.mark.timeout(240)]
+pytestmark = pytest.mark.dist
 
 LEVELS_2X2 = levels_of((2, 2), (1, 1))
 BY_TOKEN = ToyConfig(routing="by_token")

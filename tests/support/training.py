@@ -18,7 +18,7 @@ from toy_model import ToyConfig, batch
 
 from ds_hybridep.errors import HybridEPError
 
-THREAD_LIMIT_S = 10.0
+THREAD_LIMIT_S = 100.0
 Engine = deepspeed.DeepSpeedEngine
 
 

@@ -19,7 +19,7 @@ from training import block_of, engine_of, error_of, train
 
 import ds_hybridep
 
-pytestmark = [pytest.mark.dist, pytest.mark.timeout(240)]
+pytestmark = pytest.mark.dist
 
 BY_TOKEN = ToyConfig(routing="by_token")
 STEPS = 3

@@ -15,7 +15,7 @@ from training import batch_of, engine_of, train
 
 import ds_hybridep
 
-pytestmark = [pytest.mark.dist, pytest.mark.timeout(240)]
+pytestmark = pytest.mark.dist
 
 STEPS = 4
 COPIES = ToyConfig(ep_size=2)  # two groups hold each expert

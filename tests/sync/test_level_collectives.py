@@ -22,7 +22,7 @@ from ds_hybridep.sync.dense import GroupSync
 from ds_hybridep.sync.feedback import Encoding
 from ds_hybridep.sync.gradients import StepChanges
 
-pytestmark = [pytest.mark.dist, pytest.mark.timeout(240)]
+pytestmark = pytest.mark.dist
 
 SIZES = {4: ((4,), (2, 2), (1, 4), (4, 1), (2, 1, 2)), 8: ((8,), (2, 4), (4, 2), (2, 2, 2))}
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
@@ -56,7 +56,7 @@ def sum_of(question: Question, world_size: int, num_elements: int) -> Tensor:
 
 def open_collectives(sizes: tuple[int, ...]) -> GroupSync:
     cluster = Cluster(tuple(Level(f"level {index}", size) for index, size in enumerate(sizes)))
-    transport, exact = open_transport(cluster, timeout_s=30), (None,) * len(sizes)
+    transport, exact = open_transport(cluster, timeout_s=100), (None,) * len(sizes)
     ranks = range(math.prod(sizes))
     return GroupSync(transport, ranks, "test", Encoding(exact, exact), StepChanges(), torch.device("cpu"))
 

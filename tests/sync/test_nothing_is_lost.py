@@ -17,7 +17,7 @@ from training import batch_of, engine_of, train
 import ds_hybridep
 from ds_hybridep.integration.dense import DenseSync
 
-pytestmark = [pytest.mark.dist, pytest.mark.timeout(240)]
+pytestmark = pytest.mark.dist
 
 INT4 = {"gradient_codec": "int4"}
 

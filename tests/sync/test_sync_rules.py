@@ -16,7 +16,7 @@ from training import batch_of, engine_of, error_of, train
 import ds_hybridep
 from ds_hybridep.sync.buffers import HeldSum
 
-pytestmark = [pytest.mark.dist, pytest.mark.timeout(240)]
+pytestmark = pytest.mark.dist
 
 
 def dense_sync_of(engine: Any) -> Any:

@@ -16,6 +16,7 @@ import pytest
 import torch
 from moe_refs import MoeCase, build_case, dense_results, forward_case, open_transport, relative_distance
 from process_pool import ProcessPool, RemoteError
+from scripts import free_port
 from torch import distributed as dist
 
 from ds_hybridep.config import parse_config
@@ -25,12 +26,11 @@ from ds_hybridep.transport.agreement import agree, announcing_failure, hear, tog
 from ds_hybridep.transport.channels import Purpose
 from ds_hybridep.transport.job import backends_of
 
-pytestmark = [pytest.mark.dist, pytest.mark.timeout(240)]
+pytestmark = pytest.mark.dist
 
 TWO_DCS = Cluster((Level("dc", 2),))
 TWO_BY_TWO = Cluster((Level("dc", 2), Level("gpu", 2)))
-LIMIT_S = 2.0
-SHORT_LIMIT_S = 1.0  # where nothing but a wait has to fit
+LIMIT_S = 8.0  # what is missing is missing: for this long it is waited for
 ROWS = Purpose("tokens", "dispatch of rows", "blocks.3.moe")
 
 
@@ -61,7 +61,7 @@ def failure_of(action: Any, *arguments: Any) -> tuple[str, str]:
 
 def wait_for_a_silent_peer(peer: int, is_background: bool) -> list[tuple[str, str]]:
     """Rank 0 receives from `peer`, which joins the channel and then does nothing; two waits of rank 0."""
-    transport = open_transport(TWO_BY_TWO if dist.get_world_size() == 4 else TWO_DCS, SHORT_LIMIT_S)
+    transport = open_transport(TWO_BY_TWO if dist.get_world_size() == 4 else TWO_DCS, LIMIT_S)
     failures = []
     if dist.get_rank() in (0, peer):
         channel = transport.channel("rows", (0, peer), background=is_background)
@@ -111,7 +111,7 @@ def test_a_dead_peer_is_an_error_at_once(own_pool2: ProcessPool, is_background: 
     own_pool2.run(count_ranks)
     with pytest.raises(RemoteError) as caught:
         own_pool2.run(wait_for_a_dead_peer, is_background=is_background, pause_s=pause_s)
-    # The pool gives the survivor two seconds after the death; the limit of the wait itself is ten minutes.
+    # The pool gives the survivor some seconds after the death; the limit of the wait itself is ten minutes.
     assert "died with exit code 7" in str(caught.value)
     assert "CommunicationError: rank 0: dispatch of rows of blocks.3.moe over level 'dc' (" in str(caught.value)
 
@@ -143,12 +143,12 @@ def test_a_rank_that_skips_a_layer_is_an_error_on_those_who_wait_for_it(
 
 def use_channel_after_an_unseen_failure() -> tuple[int, str]:
     """A background transfer fails; then everything is closed and made anew."""
-    transport = open_transport(TWO_DCS, timeout_s=1)
+    transport = open_transport(TWO_DCS, LIMIT_S)
     channel = transport.channel("weights", (0, 1), background=True)
     transfer = channel.start([], [(1 - dist.get_rank(), torch.empty(3))], ROWS)
     assert failure_of(transfer.wait)[0] == "CommunicationError"
     transport.close()
-    transport = open_transport(TWO_DCS, timeout_s=5)
+    transport = open_transport(TWO_DCS, timeout_s=100)
     channel = transport.channel("weights", (0, 1))
     received, peer = torch.empty(3), 1 - dist.get_rank()
     _, message = failure_of(lambda: channel.start([(peer, torch.ones(3))], [(peer, received)], ROWS).wait())
@@ -165,7 +165,7 @@ def test_a_failed_transfer_does_not_reach_the_next_runtime(own_pool2: ProcessPoo
 def count_bytes(is_background: bool) -> dict[str, Any]:
     """Rank r sends s + 1 floats and 2 s bytes to each rank s, two batches of different kinds."""
     rank, others = dist.get_rank(), [other for other in range(4) if other != dist.get_rank()]
-    transport = open_transport(TWO_BY_TWO, timeout_s=30)
+    transport = open_transport(TWO_BY_TWO, timeout_s=100)
     channel = transport.channel("all", range(4), background=is_background)
     floats = {other: torch.empty(rank + 1) for other in others}
     channel.start(
@@ -239,7 +239,7 @@ SYSTEM_S_CHOICE = Path("/proc/sys/net/ipv4/tcp_congestion_control")
 def connect_by_level(wanted: str | None) -> dict[int, set[str]]:
     """Congestion controls of the connections with each rank."""
     cluster = Cluster((Level("dc", 2, Link(congestion_control=wanted)), Level("gpu", 2)))
-    transport = open_transport(cluster, timeout_s=20)
+    transport = open_transport(cluster, timeout_s=100)
     transport.channel("rows", (0, 1, 2, 3))
     dist.barrier()
     found = {
@@ -278,7 +278,7 @@ def test_a_congestion_control_that_the_system_lacks_is_an_error_with_its_key_pat
 
 def receive_less_than_there_is_room_for(is_posted_first: bool) -> list[tuple[list[int], list[int]]]:
     """Rank 0 makes room for 12 bytes, and then for 4; of each first message 5 bytes come, of each second one 4."""
-    transport = open_transport(TWO_DCS, timeout_s=20)
+    transport = open_transport(TWO_DCS, timeout_s=100)
     channel = transport.channel("rows", (0, 1))
     found = []
     for value in range(1, 4):
@@ -310,7 +310,7 @@ def test_a_message_may_be_shorter_than_its_room(own_pool2: ProcessPool, is_poste
 def many_small_transfers(num_transfers: int) -> dict[str, Any]:
     """Started at once and waited for by count alone; the same in the other direction."""
     rank, peer = dist.get_rank(), 1 - dist.get_rank()
-    transport = open_transport(TWO_DCS, timeout_s=20)
+    transport = open_transport(TWO_DCS, timeout_s=100)
     channel = transport.channel("weights", (0, 1), background=True)
     transport.records = []
     received = [torch.empty(1 + i % 5) for i in range(num_transfers)]
@@ -356,7 +356,7 @@ def test_every_end_of_a_background_transfer_wakes_who_waits_for_it(pool2: Proces
 
 
 def not_done_before_the_peer_sends() -> tuple[bool, bool]:
-    transport = open_transport(TWO_DCS, timeout_s=20)
+    transport = open_transport(TWO_DCS, timeout_s=100)
     channel = transport.channel("weights", (0, 1), background=True)
     received = torch.zeros(4)
     if dist.get_rank() == 1:
@@ -380,7 +380,7 @@ def test_a_transfer_is_not_done_before_it_is(pool2: ProcessPool) -> None:
 def profile_while_transfers_are_under_way() -> int:
     """Any profiler, not only the trace of this package: torch ends a send's range when it has been waited for."""
     rank, peer = dist.get_rank(), 1 - dist.get_rank()
-    transport = open_transport(TWO_DCS, timeout_s=20)
+    transport = open_transport(TWO_DCS, timeout_s=100)
     channel = transport.channel("weights", (0, 1), background=True)
     for _ in range(20):
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
@@ -531,7 +531,7 @@ def test_missing_ranks_are_named(own_pool4: ProcessPool, missing: tuple[int, ...
     for rank, (kind, message) in enumerate(results):
         if rank not in missing:
             assert kind == "AgreementError"
-            assert f"ranks {list(missing)} did not join the hybridep start-up within 2 s" in message
+            assert f"ranks {list(missing)} did not join the hybridep start-up within {LIMIT_S:g} s" in message
 
 
 # -- use after close --------------------------------------------------------------------------------------------
@@ -585,7 +585,7 @@ def test_two_runtimes_do_not_mix(pool4: ProcessPool) -> None:
 # -- the end of the process -------------------------------------------------------------------------------------
 
 SCRIPT_THAT_ENDS_DURING_A_TRANSFER = """
-import sys, time
+import os, sys, time
 import torch, torch.distributed as dist
 from ds_hybridep.plan.cluster import Cluster, Level
 from ds_hybridep.transport.channels import Purpose, Transport
@@ -593,30 +593,32 @@ from ds_hybridep.transport.channels import Purpose, Transport
 rank, port = int(sys.argv[1]), int(sys.argv[2])
 store = dist.TCPStore("127.0.0.1", port, 2, is_master=rank == 0, wait_for_workers=False)
 dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
-transport = Transport(Cluster((Level("dc", 2),)), timeout_s=20, generation=0)
+transport = Transport(Cluster((Level("dc", 2),)), timeout_s=100, generation=0)
 channel = transport.channel("weights", (0, 1), background=True)
 purpose = Purpose("expert_weights", "shipping")
 if rank == 0:
     received = torch.zeros(1000)
     channel.start([], [(1, received)], purpose)
     class Slow:  # the interpreter takes long to end: what comes in meanwhile meets a dying process
-        def __del__(self): time.sleep(1.0)
+        def __del__(self, mkdir=os.mkdir, exists=os.path.exists, sleep=time.sleep):
+            mkdir("dying")
+            while not exists("sent"): sleep(0.02)
     keep = Slow()
 else:
-    time.sleep(0.5)
+    while not os.path.exists("dying"): time.sleep(0.02)
     channel.start([(0, torch.ones(1000))], [], purpose).wait()
+    os.mkdir("sent")
 """
 
 
 def test_a_process_may_end_while_a_transfer_is_under_way(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(SCRIPT_THAT_ENDS_DURING_A_TRANSFER)
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-    ranks = [subprocess.Popen([sys.executable, str(script), str(rank), str(port)]) for rank in range(2)]
+    port = str(free_port())
+    ranks = [subprocess.Popen([sys.executable, script, str(rank), port], cwd=tmp_path) for rank in range(2)]
     try:
-        assert [rank.wait(60) for rank in ranks] == [0, 0]
+        assert [rank.wait(300) for rank in ranks] == [0, 0]
     finally:
         for rank in ranks:
             rank.kill()
-            rank.wait(10)
+            rank.wait(300)

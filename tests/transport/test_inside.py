@@ -8,7 +8,7 @@ import torch
 from process_pool import ProcessPool
 from torch import distributed as dist
 
-pytestmark = [pytest.mark.dist, pytest.mark.timeout(120)]
+pytestmark = pytest.mark.dist
 
 
 def agree_often(times: int) -> list[Any]:

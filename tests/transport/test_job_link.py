@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The link between the ranks of a job: its settings, and how engines share it."""
 
-import socket
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +8,7 @@ import pytest
 import torch
 from link_pair import make_certificates
 from process_pool import ProcessPool
+from scripts import free_port
 from torch import distributed as dist
 
 from ds_hybridep.config import parse_config
@@ -18,7 +18,7 @@ from ds_hybridep.transport.agreement import agree
 from ds_hybridep.transport.channels import Purpose, Transport
 from ds_hybridep.transport.job_link import LinkSettings
 
-pytestmark = [pytest.mark.dist, pytest.mark.timeout(120)]
+pytestmark = pytest.mark.dist
 
 LIMIT_S = 20.0
 TWO_DCS = Cluster((Level("dc", 2),))
@@ -42,8 +42,8 @@ def exchange(settings: list[LinkSettings]) -> dict[str, Any]:
 
 
 def free_range() -> tuple[int, int]:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        low = min(probe.getsockname()[1], 65_000)
+    """Return a range of which some ports are free: others may be taken by whoever runs on this machine."""
+    low = min(free_port(), 65_000)
     return low, low + 30
 
 

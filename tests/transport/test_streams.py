@@ -25,7 +25,7 @@ from ds_hybridep.transport.agreement import agree
 from ds_hybridep.transport.channels import Purpose, Transport
 from ds_hybridep.transport.nccl import NcclBatch, NcclGroup
 
-pytestmark = [pytest.mark.dist, pytest.mark.timeout(180)]
+pytestmark = pytest.mark.dist
 
 CASE = Case(levels=levels_of((2,), (2,)), toy=ToyConfig(ep_size=2, num_experts=4), accumulation=2, zero_stage=1)
 TWO_DCS = Cluster((Level("dc", 2),))
@@ -65,7 +65,7 @@ def probe_latency_over_nccl() -> float:
     cuda = FakeCuda()
     checker = StreamChecker(cuda)
     with fake_device(cuda, checker), fake_nccl(cuda, checker):
-        transport = Transport(Cluster((Level("dc", 3),)), 10.0, agree({}, 60.0), ("nccl",))
+        transport = Transport(Cluster((Level("dc", 3),)), 100.0, agree({}, 60.0), ("nccl",))
         latency = LinkProbe(transport).latency_s(0)
         transport.close()
     return latency
@@ -145,7 +145,7 @@ def start_many(num_transfers: int, failing: int | None = None) -> dict[str, Any]
     rank = dist.get_rank()
     cuda = SlowCuda(failing if rank == 0 else None)
     with fake_device(cuda):
-        channel = open_transport(TWO_DCS, 4.0).channel("rows", (0, 1), background=True)
+        channel = open_transport(TWO_DCS, 20.0).channel("rows", (0, 1), background=True)
         places = [torch.full((5,), -1.0) for _ in range(num_transfers)]
         transfers = [
             channel.start([(1 - rank, torch.full((5,), 10.0 * rank + index))], [(1 - rank, place)], ROWS)

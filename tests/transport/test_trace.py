@@ -3,7 +3,7 @@
 
 import contextlib
 import json
-import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +17,12 @@ from toy_model import ToyConfig
 
 import ds_hybridep
 
-pytestmark = [pytest.mark.dist, pytest.mark.timeout(240)]
+pytestmark = pytest.mark.dist
 
 TOY = ToyConfig()
 EXPERT_BYTES = 4 * (TOY.hidden * TOY.ffn + TOY.ffn + TOY.ffn * TOY.hidden + TOY.hidden)
 BODY = "test::body"
 NUM_STEPS = 3
-MARK_LIMIT_US = 5_000
 
 
 def trace_steps(case: Case, folder: str) -> dict[str, Any]:
@@ -33,13 +32,11 @@ def trace_steps(case: Case, folder: str) -> dict[str, Any]:
         train_step(engine, case, 0)
         for name in ("first.json", "second.json"):
             ds_hybridep.refresh(engine)
-            time.sleep(0.1)  # the thread that notes ends may be a moment behind
             with ds_hybridep.trace(engine, folder_of_rank / name):
                 with torch.profiler.record_function(BODY):
                     for step in range(NUM_STEPS):
                         train_step(engine, case, step)
                     ds_hybridep.refresh(engine)
-                    time.sleep(0.1)
         return {"layers": [layer["name"] for layer in ds_hybridep.stats(engine)["layers"]]}
 
 
@@ -93,23 +90,22 @@ def test_every_transfer_of_every_layer_is_a_row_inside_the_window(traces: Traces
 def test_gradients_start_inside_the_backward_of_their_layer(traces: Traces) -> None:
     """The two clocks are one axis: what starts a return is a range of the profiler, the return a row of ours."""
     for layers, trace in traces:
-        for layer in layers:
-            starters = named(trace, f"hybridep::acquire_backward::{layer}")
-            returns = [
-                event
-                for event in transfers_of(trace)
-                if (event["args"]["kind"], event["args"]["layer"]) == ("expert_gradients", layer)
-            ]
-            assert len(starters) == len(returns) == NUM_STEPS
-            for starter, event in zip(by_time(starters), by_time(returns), strict=True):
-                # The marker is entered a moment after its time was read; on a loaded machine the moment is long.
-                assert starter["ts"] - MARK_LIMIT_US <= event["ts"] <= starter["ts"] + starter["dur"] + MARK_LIMIT_US
-            ends = named(trace, f"hybridep::prefetch_backward::{layer}")
-            for end, event in zip(by_time(ends), by_time(returns), strict=True):
-                assert event["ts"] <= end["ts"] + end["dur"] + MARK_LIMIT_US
+        starters, ends = (
+            by_time(event for layer in layers for event in named(trace, f"hybridep::{name}_backward::{layer}"))
+            for name in ("acquire", "prefetch")
+        )
+        returns = by_time(event for event in transfers_of(trace) if event["args"]["kind"] == "expert_gradients")
+        assert len(returns) == NUM_STEPS * len(layers)
+        left_ts = 0.0  # when the layer before was left
+        for starter, event, end in zip(starters, returns, ends, strict=True):
+            layer = event["args"]["layer"]
+            assert starter["name"].endswith(f"::{layer}")
+            assert end["name"].endswith(f"::{layer}")
+            assert left_ts <= event["ts"] <= end["ts"] + end["dur"]
+            left_ts = starter["ts"] + starter["dur"]
 
 
-def by_time(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def by_time(events: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     return sorted(events, key=lambda event: event["ts"])
 
 

@@ -33,7 +33,7 @@ from toy_model import ToyConfig
 import ds_hybridep
 from ds_hybridep.tokens.layer import HybridMoE
 
-pytestmark = [pytest.mark.dist, pytest.mark.timeout(240)]
+pytestmark = pytest.mark.dist
 
 ITEM_BYTES = {"float32": 4, "float64": 8}
 UP_NUMEL = HIDDEN * FFN + FFN

@@ -1,0 +1,109 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Each row of the table runs on four ranks in its three columns, and docs/works-with.md says what came out."""
+
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from marks import slow
+from process_pool import ProcessPool, RemoteError
+
+from works_with import scripts
+from works_with.everyday import COLUMNS, run_script
+from works_with.table import SECTIONS, Cell, Row, page
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "works-with.md"
+ROWS = [row for _, rows in SECTIONS for row in rows]
+LIMIT_S = 200.0
+needs = {
+    name: pytest.mark.skipif(importlib.util.find_spec(name) is None, reason=f"needs {name}: '.[dev,hf]'")
+    for name in ("transformers", "trl")
+}
+
+
+def _params() -> list[Any]:
+    return [slow(row, id=row.script) if row.is_slow else pytest.param(row, id=row.script) for row in ROWS]
+
+
+@needs["transformers"]
+@needs["trl"]
+@pytest.mark.dist
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("row", _params())
+def test_everyday_script(pool4: ProcessPool, tmp_path: Path, row: Row) -> None:
+    ends = tuple(column for column in COLUMNS if row.cell(column).kind != "hangs")
+    results = pool4.run(run_script, script=row.script, folder=str(tmp_path), columns=ends, timeout_s=LIMIT_S)
+    for column in ends:
+        _check(row, column, [one[column] for one in results], results[0].get(row.reference, {}))
+
+
+@needs["transformers"]
+@pytest.mark.slow
+@pytest.mark.dist
+@pytest.mark.parametrize(
+    ("row", "column"),
+    [pytest.param(row, c, id=f"{row.script}-{c}") for row in ROWS for c in COLUMNS if row.cell(c).kind == "hangs"],
+)
+def test_ranks_that_wait_for_each_other(tmp_path: Path, row: Row, column: str) -> None:
+    with ProcessPool(4) as pool, pytest.raises(RemoteError, match="still at work|Timed out"):
+        pool.run(run_script, script=row.script, folder=str(tmp_path), columns=(column,), timeout_s=60.0)
+
+
+def _check(row: Row, column: str, ranks: list[dict[str, Any]], reference: dict[str, Any]) -> None:
+    """Raise AssertionError if a column did not end as its cell says."""
+    cell, first = row.cell(column), ranks[0]
+    errors = [one.get("error", "") for one in ranks]
+    if cell.is_an_error:
+        assert any(cell.text in error for error in errors), f"{column}: expected {cell.text!r}, got {errors}"
+        is_ours = any("AgreementError" in error or "hybridep" in error for error in errors) or _is_ours(errors)
+        assert is_ours == (cell.kind == "refused"), f"{column}: {errors}"
+        return
+    assert not any(errors), f"{column}: {errors}\n{next((one['traceback'] for one in ranks if 'error' in one), '')}"
+    difference = _difference(first, reference)
+    if cell.kind == "same":
+        assert difference <= row.close, f"{column}: {difference} from {row.reference}"
+    else:
+        assert difference > row.close, f"{column}: not {cell.kind}: {difference} from {row.reference}"
+
+
+def _is_ours(errors: list[str]) -> bool:
+    names = ("UnsupportedError", "ConfigError", "ExportError", "VerificationError", "CommunicationError")
+    return any(error.startswith(names) for error in errors)
+
+
+def _difference(found: dict[str, Any], reference: dict[str, Any]) -> float:
+    """The largest relative difference of losses, other numbers and saved weights; infinite where some are missing."""
+    differences = [0.0]
+    for name in (set(found) | set(reference)) - {"weights"}:
+        left, right = (torch.tensor(one.get(name, []), dtype=torch.float64) for one in (found, reference))
+        if left.shape != right.shape:
+            return float("inf")
+        differences += ((left - right).abs() / right.abs().clamp(min=1e-3)).flatten().tolist()
+    weights, expected = found["weights"], reference["weights"]
+    if {name: one.shape for name, one in weights.items()} != {name: one.shape for name, one in expected.items()}:
+        return float("inf")
+    for name, one in weights.items():
+        norm = torch.linalg.vector_norm(expected[name].double()).item()
+        differences.append(torch.linalg.vector_norm(one.double() - expected[name].double()).item() / max(norm, 1e-6))
+    return max(differences)
+
+
+def test_the_page_says_what_the_table_says() -> None:
+    assert PAGE.read_text(encoding="utf-8") == page(), "write it anew: python tests/works_with/table.py"
+
+
+def test_each_script_has_one_row() -> None:
+    named = [row.script for row in ROWS]
+    assert len(set(named)) == len(named)
+    written = {name for name, one in vars(scripts).items() if getattr(one, "__module__", "") == scripts.__name__}
+    public = {name for name in written if not name.startswith("_") and name[0].islower()}
+    assert public == set(named)
+
+
+def test_each_cell_that_says_more_than_same_has_its_words() -> None:
+    for row in ROWS:
+        for column in COLUMNS:
+            cell: Cell = row.cell(column)
+            assert (cell.kind in ("same", "hangs")) or cell.text, (row.script, column)
