@@ -160,7 +160,8 @@ def put_on(model: nn.Module, taken: Mapping[str, list[Adapter]], sources: Any) -
             _check_layout(name, experts, adapter, own)
             names = factor_names(adapter.parameter)
             for factor_name, factor, old in zip(names, adapter.factors, adapter.originals, strict=True):
-                parameter = nn.Parameter(factor[own].clone(), requires_grad=old.requires_grad)
+                own_part = factor[own].clone(memory_format=torch.contiguous_format)
+                parameter = nn.Parameter(own_part, requires_grad=old.requires_grad)
                 for mark in _MARKS:
                     setattr(parameter, mark, getattr(experts.w1, mark))
                 experts.register_parameter(factor_name, parameter)
