@@ -7,6 +7,8 @@ Factors of experts, r rows each (rank), in three layouts:
     peft's files       A [E * r, in]           B [out, r * E]     in B the expert is innermost
     one file entry     A [r, in]               B [out, r]         per expert and projection, which vLLM reads;
     per expert                                                    gate and up have the same A and parts of B
+
+peft before 0.19 takes the rows of an expert's weight for its inputs: its A and B are our B and A, transposed.
 """
 
 import copy
@@ -16,7 +18,7 @@ import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,18 +32,18 @@ _ROUTER = re.compile(r"\.(gate|router)\.(weight|bias)$")
 _EXPERT = re.compile(r"\.experts\.(\d+)\.")
 
 
-def _relaid(factor: Parameter, which: str, num_experts: int, *, to_peft: bool) -> Parameter:
-    """Return a factor, "A" or "B", in the other of two layouts: by expert, and peft's."""
+def is_crossed(wrapper: Any) -> bool:
+    """Return whether A and B of peft's wrapper around a parameter [E, rows, cols] are our B and A, transposed."""
+    return not getattr(wrapper, "_did_swap_in_out_features", False)
 
-    def relay(factor: Tensor) -> Tensor:
-        if which == "A":
-            return factor.flatten(0, 1) if to_peft else factor.reshape(num_experts, -1, factor.shape[-1])
-        if to_peft:
-            return factor.permute(1, 2, 0).flatten(1)
-        return factor.reshape(factor.shape[0], -1, num_experts).permute(2, 0, 1)
 
-    shape = relay(torch.empty(factor.shape, device="meta")).shape
-    return replace(factor, shape=tuple(shape), read=lambda dtype: relay(factor.read(dtype)).contiguous())
+def by_expert(factor: Tensor, which: str, num_experts: int, *, crossed: bool) -> Tensor:
+    """Return factor `which` of peft, "A" or "B", as [E, r, in] or [E, out, r]; if crossed, as the other one."""
+    if which == "A":
+        found = factor.reshape(num_experts, -1, factor.shape[-1])
+    else:
+        found = factor.reshape(factor.shape[0], -1, num_experts).permute(2, 0, 1)
+    return found.transpose(1, 2) if crossed else found
 
 
 @dataclass(frozen=True)
@@ -81,6 +83,32 @@ class Target:
     product: Product  # factors by expert
 
 
+class _Wrapper(NamedTuple):
+    """What peft has put around a weight."""
+
+    weight: str  # its name in the model
+    scaling: float
+    num_experts: int = 0  # 0 for weights of all tokens
+    crossed: bool = False
+
+    def ours(self, which: str) -> str:
+        """Return which of our factors is the transpose or the same as one of peft's."""
+        return "BA"["AB".index(which)] if self.crossed else which
+
+
+def _relaid(factor: Parameter, which: str, wrapper: _Wrapper, *, to_peft: bool = False) -> Parameter:
+    """Return a factor by expert, from peft's layout, where it is `which`, "A" or "B"; or the other way round."""
+
+    def relay(factor: Tensor) -> Tensor:
+        if not to_peft:
+            return by_expert(factor, which, wrapper.num_experts, crossed=wrapper.crossed)
+        factor = factor.transpose(1, 2) if wrapper.crossed else factor
+        return factor.flatten(0, 1) if which == "A" else factor.permute(1, 2, 0).flatten(1)
+
+    shape = relay(torch.empty(factor.shape, device="meta")).shape
+    return replace(factor, shape=tuple(shape), read=lambda dtype: relay(factor.read(dtype)).contiguous())
+
+
 class PeftModel:
     """A model without weights in peft's wrappers, and the adapters that a training has for it."""
 
@@ -95,7 +123,7 @@ class PeftModel:
         self.shapes = {key: tuple(value.shape) for key, value in expected.items()}
         self._wrappers = dict(self._find_wrappers())
 
-    def _find_wrappers(self) -> Iterator[tuple[str, tuple[str, float, int]]]:
+    def _find_wrappers(self) -> Iterator[tuple[str, _Wrapper]]:
         from peft.tuners.lora.layer import LoraLayer, ParamWrapper
 
         for key, module in self.model.named_modules():
@@ -104,18 +132,19 @@ class PeftModel:
             path = key.removeprefix(PEFT_PREFIX).replace(".base_layer", "")
             (scaling,) = module.scaling.values()
             if isinstance(module, ParamWrapper):
-                yield key, (f"{path}.{module.parameter_name}", float(scaling), module.num_experts)
+                weight = f"{path}.{module.parameter_name}"
+                yield key, _Wrapper(weight, float(scaling), module.num_experts, is_crossed(module))
             else:
-                yield key, (f"{path}.weight", float(scaling), 0)
+                yield key, _Wrapper(f"{path}.weight", float(scaling))
 
     def parameters(self) -> dict[str, Parameter]:
         """Return all that peft's files hold, by name.  Raises ExportError if the checkpoint has others."""
         found: dict[str, Parameter] = {}
-        for key, (weight, _, num_experts) in self._wrappers.items():
+        for key, wrapper in self._wrappers.items():
             for which in "AB":
-                factor = self._names.factors.get(f"{weight}_lora_{which}")
+                factor = self._names.factors.get(f"{wrapper.weight}_lora_{wrapper.ours(which)}")
                 if factor is not None:
-                    found[f"{key}.lora_{which}.weight"] = _relaid(factor, which, num_experts, to_peft=True)
+                    found[f"{key}.lora_{which}.weight"] = _relaid(factor, which, wrapper, to_peft=True)
         for key in self.shapes:
             if key not in found:
                 found[key] = self._in_checkpoint(key)
@@ -143,20 +172,18 @@ class PeftModel:
         """Return the weights with adapters.  Raises UnsupportedError for adapters that are no plain LoRA."""
         parameters = self.parameters()
         found = []
-        for key, (weight, scaling, num_experts) in self._wrappers.items():
+        for key, wrapper in self._wrappers.items():
             a, b = (parameters.pop(f"{key}.lora_{which}.weight", None) for which in "AB")
-            if a is None or b is None or not weight.endswith((".weight", "_proj")):
+            if a is None or b is None or not wrapper.weight.endswith((".weight", "_proj")):
                 raise UnsupportedError(f"{key}: only adapters of linear layers and of experts can be merged")
-            if num_experts:
-                a, b = (self._by_expert(weight, which, one, num_experts) for which, one in (("A", a), ("B", b)))
-            found.append(Target(weight, key, num_experts, Product(a, b, scaling)))
+            if wrapper.num_experts:
+                ours = {wrapper.ours(which): _relaid(one, which, wrapper) for which, one in (("A", a), ("B", b))}
+                a, b = ours["A"], ours["B"]
+            product = Product(a, b, wrapper.scaling)
+            found.append(Target(wrapper.weight, key, wrapper.num_experts, product))
         if left := sorted(key for key in parameters if ".lora_" in key):
             raise UnsupportedError(f"{left[0]}: only plain LoRA can be merged (no DoRA, no bias); use --adapters")
         return found
-
-    def _by_expert(self, weight: str, which: str, peft_layout: Parameter, num_experts: int) -> Parameter:
-        factor = self._names.factors.get(f"{weight}_lora_{which}")
-        return factor if factor is not None else _relaid(peft_layout, which, num_experts, to_peft=False)
 
 
 def read_config(path: Path) -> Any:

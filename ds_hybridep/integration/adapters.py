@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 from ds_hybridep.errors import ConfigError, UnsupportedError
 from ds_hybridep.experts.partitioned import is_partitioned
+from ds_hybridep.export.adapters import by_expert, is_crossed
 from ds_hybridep.export.checkpoint import FACTOR_FILES
 from ds_hybridep.integration.autoep import experts_of
 
@@ -40,7 +41,7 @@ class Adapter:
     name: str  # of the adapter, "default" by default
     parameter: str
     base: nn.Parameter  # [E, rows, cols]
-    originals: tuple[nn.Parameter, nn.Parameter]  # weights of peft's own modules lora_A and lora_B
+    originals: tuple[nn.Parameter, nn.Parameter]  # weights of peft's own modules that the factors are of
     factors: tuple[Tensor, Tensor]  # [E, r, cols] and [E, rows, r]
     scaling: float  # multiplies the product of the factors
 
@@ -110,11 +111,21 @@ def _adapter_of(name: str, wrapper: Any) -> Adapter:
             f"{name}: adapters of experts do not work with {feature}; leave target_parameters out of the LoraConfig, "
             f"or change that"
         )
-    (adapter,) = wrapper.lora_A
-    lora_b, lora_a, scaling = wrapper.get_delta_factors(adapter)
+    (adapter,), crossed = wrapper.lora_A, is_crossed(wrapper)
     originals = wrapper.lora_A[adapter].weight, wrapper.lora_B[adapter].weight
-    factors = lora_a.detach(), lora_b.detach()
-    return Adapter(adapter, parameter, base, originals, factors, float(scaling))
+    factors = [
+        by_expert(original.detach(), which, wrapper.num_experts, crossed=crossed).to(base.dtype)
+        for which, original in zip("AB", originals, strict=True)
+    ]
+    first, second = (1, 0) if crossed else (0, 1)
+    return Adapter(
+        adapter,
+        parameter,
+        base,
+        (originals[first], originals[second]),
+        (factors[first], factors[second]),
+        float(wrapper.scaling[adapter]),
+    )
 
 
 def put_on(model: nn.Module, taken: Mapping[str, list[Adapter]], sources: Any) -> None:
@@ -149,7 +160,8 @@ def put_on(model: nn.Module, taken: Mapping[str, list[Adapter]], sources: Any) -
             _check_layout(name, experts, adapter, own)
             names = factor_names(adapter.parameter)
             for factor_name, factor, old in zip(names, adapter.factors, adapter.originals, strict=True):
-                parameter = nn.Parameter(factor[own].clone(), requires_grad=old.requires_grad)
+                own_part = factor[own].clone(memory_format=torch.contiguous_format)
+                parameter = nn.Parameter(own_part, requires_grad=old.requires_grad)
                 for mark in _MARKS:
                     setattr(parameter, mark, getattr(experts.w1, mark))
                 experts.register_parameter(factor_name, parameter)

@@ -248,7 +248,7 @@ def configure_expert_parallel(
     settings = getattr(engine._config, "expert_parallel_config", None)
     if settings is None or not settings.enabled:
         return original(engine, model, *args, **kwargs)
-    supported.check_transformers()  # before AutoEP fails on it with its own error
+    supported.check_hugging_face()  # before AutoEP fails on it with its own error
     return conversion.convert(original, engine, model, *args, **kwargs)
 
 

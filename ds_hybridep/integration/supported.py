@@ -24,6 +24,7 @@ from ds_hybridep.transport.job import backend_name
 
 TESTED_VERSIONS = ("0.19.4", "0.19.5", "0.19.6", "0.19.7", "0.19.8")
 TESTED_TRANSFORMERS = ("5.3.0", "5.22.2", "5.24.0")
+TESTED_HELPERS = {"peft": ("0.18.1", "0.21.2"), "accelerate": ("1.11.0", "1.15.0")}  # from first to last
 
 # Sections and switches of a ds_config that were tested in training; those from "aio" on do not change its results.
 TESTED_SECTIONS = frozenset({
@@ -70,8 +71,12 @@ def check_version(version: str = deepspeed.__version__) -> None:
     warn_once(f"DeepSpeed {version} was not tested; hybridep was with {tested}, and what it relies on is there")
 
 
-def check_transformers() -> None:
-    """Raise UnsupportedError if a transformers is imported that AutoEP cannot read; warn if it was not tested."""
+def check_hugging_face() -> None:
+    """Raise UnsupportedError if a transformers is imported that AutoEP cannot read; warn of versions not tested."""
+    for name, (oldest, newest) in TESTED_HELPERS.items():
+        found = getattr(sys.modules.get(name), "__version__", newest)
+        if not _numbers(oldest) <= _numbers(found) <= _numbers(newest):
+            warn_once(f"{name} {found} was not tested with hybridep, which was with {oldest} to {newest}")
     first, last = TESTED_TRANSFORMERS[0], TESTED_TRANSFORMERS[-1]
     version = getattr(sys.modules.get("transformers"), "__version__", first)
     if _numbers(version) < _numbers(first):

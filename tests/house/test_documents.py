@@ -30,6 +30,8 @@ ELSEWHERE = {  # by how a command begins: what runs it, or why nothing does
     "make fmt": "not run: rewrites the sources",
     "pip install .": ".ci/run, tests/house/test_wheel.py",
     "pip install '.[hf]'": "not run: pyproject.toml has the same names",
+    "pip install llamafactory": "tests/clients/test_llamafactory.py",
+    "llamafactory-cli train": "tests/clients/test_llamafactory.py",
     "pip uninstall": "not run: removes what is tested",
     "git clone": "not run: names a place",
     "ssh": "tests/lab/test_multi_node.py",

@@ -105,3 +105,7 @@ def test_what_is_called_tested_is_what_is_tested() -> None:
     text = (REPOSITORY / "docs" / "versions.md").read_text(encoding="utf-8")
     assert f"| DeepSpeed | {nox['DEEPSPEED'][0]} to {nox['DEEPSPEED'][-1]} |" in text
     assert f"| {nox['TRANSFORMERS'][0]} to {nox['TRANSFORMERS'][-1]} |" in text
+    project = (REPOSITORY / "pyproject.toml").read_text(encoding="utf-8")
+    for name, tested in {"transformers": supported.TESTED_TRANSFORMERS, **supported.TESTED_HELPERS}.items():
+        assert f"{tested[0]} to {tested[-1]} |" in text
+        assert f'"{name}>={tested[0]},<={tested[-1]}"' in project

@@ -152,7 +152,7 @@ def test_a_layer_without_its_group() -> None:
 def test_a_transformers_that_is_too_old(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "transformers", SimpleNamespace(__version__="5.2.0"))
     with pytest.raises(UnsupportedError, match=r"transformers 5\.2\.0 is too old .* tested with 5\.3\.0 to "):
-        supported.check_transformers()
+        supported.check_hugging_face()
 
 
 @pytest.mark.parametrize("version", [*supported.TESTED_TRANSFORMERS, "5.99.0"])
@@ -160,5 +160,17 @@ def test_a_transformers_that_was_not_tested_is_told_of(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, version: str
 ) -> None:
     monkeypatch.setitem(sys.modules, "transformers", SimpleNamespace(__version__=version))
-    supported.check_transformers()
+    supported.check_hugging_face()
     assert (f"transformers {version} was not tested" in caplog.text) == (version == "5.99.0")
+
+
+@pytest.mark.parametrize(
+    ("name", "version", "is_told"),
+    [("peft", "0.17.1", True), ("peft", "0.18.1", False), ("peft", "0.99.0", True), ("accelerate", "1.10.0", True)],
+)
+def test_a_peft_or_accelerate_that_was_not_tested_is_told_of(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, name: str, version: str, is_told: bool
+) -> None:
+    monkeypatch.setitem(sys.modules, name, SimpleNamespace(__version__=version))
+    supported.check_hugging_face()
+    assert (f"{name} {version} was not tested with hybridep" in caplog.text) == is_told
