@@ -12,8 +12,8 @@ Autograd runs the newest node first, so a prefetch made `depth` layers before it
 Forward and step communicate from the main thread, the backward from autograd's; no other thread starts a transfer.
 """
 
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -25,10 +25,22 @@ from torch.autograd import Function
 from ds_hybridep.errors import NO_SECOND_DERIVATIVES, GradientNotReturnedError, UnsupportedError, VerificationError
 from ds_hybridep.experts.partitioned import take_away
 from ds_hybridep.experts.replicas import Replicas, WeightShipment
-from ds_hybridep.experts.states import Gradients, Weights, is_in_backward, outliving_inference
+from ds_hybridep.experts.states import Gradients, Weights
 from ds_hybridep.sync.backward import refuse_partial
 from ds_hybridep.sync.transfers import Reduce, StagePipeline
 from ds_hybridep.transport.channels import Purpose, Transport, profiler_range
+
+
+@contextmanager
+def outliving_inference() -> Iterator[None]:
+    """Let what is made inside be used in training too, if the forward runs under `torch.inference_mode`."""
+    with torch.inference_mode(False), torch.no_grad():
+        yield
+
+
+def is_in_backward() -> bool:
+    """True inside a running backward: a forward that runs there is a recomputation."""
+    return torch._C._current_graph_task_id() != -1
 
 
 @dataclass
@@ -72,7 +84,8 @@ class LayerExperts:
     @outliving_inference()
     def finish_shipment(self) -> None:
         """Wait for the weights, and go from SHIPPING to FRESH."""
-        self.replicas.away.refuse()
+        if self.replicas.away.held:
+            self.replicas.away.refuse()
         if self.shipment is None:
             return
         self._wait(self.weight_pipeline, self.shipment)

@@ -13,6 +13,7 @@ Those of the last one before an optimizer step are summed.  If that step does no
 from typing import Any
 
 from ds_hybridep.errors import UnsupportedError
+from ds_hybridep.integration.runtime import holds_averaged
 
 
 def replaces_gradients(engine: Any, *, is_boundary: bool) -> bool:
@@ -55,11 +56,3 @@ def _replaces_on_host(engine: Any) -> bool:
             f"gradients cannot follow; call engine.step() after it, or leave out offload_optimizer"
         )
     return True
-
-
-def holds_averaged(optimizer: Any) -> bool:
-    """Return True if averaged gradients wait for the step apart from `.grad`, so that no zero_grad drops them."""
-    if getattr(optimizer, "cpu_offload", False) or getattr(optimizer, "offload_optimizer", False):
-        return bool(optimizer.norm_for_param_grads)  # noted while they are copied to the host; a step drops them
-    averaged = getattr(optimizer, "averaged_gradients", None) or {}
-    return any(group is not None for group in averaged.values())  # after a step each entry is None

@@ -98,8 +98,8 @@ TABLE = (
     # The engine's optimizer; see param_groups.
     Patch(ENGINE, "_configure_optimizer", "groups get names; frozen experts need no group"),
     Patch(ENGINE, "_configure_zero_optimizer", "experts get groups of their own in a script's optimizer"),
-    Patch(ENGINE, "_configure_bf16_optimizer", "the same", parameters=("optimizer",)),
-    Patch(ENGINE, "_configure_fp16_optimizer", "the same", parameters=("optimizer",)),
+    Patch(ENGINE, "_configure_bf16_optimizer", "the same as under ZeRO", parameters=("optimizer",)),
+    Patch(ENGINE, "_configure_fp16_optimizer", "the same as under ZeRO", parameters=("optimizer",)),
     # The engine's optimizer step.
     Patch(ENGINE, "_take_model_step", "weights are shipped after each step, gradients must be back before it"),
     Patch(ENGINE, "_backward_prologue_per_tensor", "codecs undo what they noted of gradients that it replaces"),
@@ -124,7 +124,7 @@ TABLE = (
         GENERATION, "_update_model_kwargs_for_generation", "texts that have ended", "last detach", ("model_kwargs",)
     ),
     Patch(ENGINE, "offload_states", "replicas leave the device too", parameters=_OFFLOADED),
-    Patch(ENGINE, "reload_states", "and come back", parameters=("non_blocking",)),
+    Patch(ENGINE, "reload_states", "and come back with them", parameters=("non_blocking",)),
     # Checkpoints and models that are written.
     Patch(ENGINE, "save_checkpoint", "the state of codecs, adapters and plan is saved too", parameters=("tag",)),
     Patch(ENGINE, "load_checkpoint", "and loaded; then weights are shipped", parameters=_LOADED),

@@ -19,10 +19,9 @@ from torch import Tensor, nn
 from ds_hybridep.adaptive.planner import JobPlanner
 from ds_hybridep.config import HybridEPConfig
 from ds_hybridep.errors import GradientNotReturnedError, UnsupportedError
+from ds_hybridep.experts.migration import is_in_backward
 from ds_hybridep.experts.partitioned import full_shape
-from ds_hybridep.experts.states import is_in_backward
 from ds_hybridep.experts.verification import verify
-from ds_hybridep.integration.backward import holds_averaged
 from ds_hybridep.integration.build import Builder, Facts, PlannedLayer, describe, encoding_of
 from ds_hybridep.integration.codec_state import CodecState
 from ds_hybridep.integration.dense import DENSE, DenseSync
@@ -410,3 +409,11 @@ def loss_scale_of(engine: Any) -> float:
     """Return the factor that gradients are multiplied by now."""
     scale = getattr(engine.optimizer, "loss_scale", None)  # FP16_Optimizer has None in bf16
     return 1.0 if scale is None else float(scale)
+
+
+def holds_averaged(optimizer: Any) -> bool:
+    """Return True if averaged gradients wait for the step apart from `.grad`, so that no zero_grad drops them."""
+    if getattr(optimizer, "cpu_offload", False) or getattr(optimizer, "offload_optimizer", False):
+        return bool(optimizer.norm_for_param_grads)  # noted while they are copied to the host; a step drops them
+    averaged = getattr(optimizer, "averaged_gradients", None) or {}
+    return any(group is not None for group in averaged.values())  # after a step each entry is None

@@ -32,6 +32,7 @@ from ds_hybridep.integration.attachment import Attachment, attached, attachment_
 from ds_hybridep.integration.facts import facts_of, find_layers, workload_of
 from ds_hybridep.integration.log import log_dist
 from ds_hybridep.integration.patches import AUTOEP_LAYER, ENGINE, MODULE, MOE_LAYER, Patches
+from ds_hybridep.tokens.layer import note_call
 from ds_hybridep.transport.agreement import announcing_failure
 from ds_hybridep.transport.job import is_initialized, world_size
 
@@ -147,7 +148,7 @@ def _bind_engine(attachment: Attachment) -> None:
     generation.install(patches)
     offloading.bind(patches, engine, lambda: attachment.runtime.migration)
     for layer in layers.values():
-        noted = layer.register_forward_hook(torch.compiler.disable(_note_call))
+        noted = layer.register_forward_hook(torch.compiler.disable(note_call))
         patches.note(MODULE, "forward_hook", noted.remove)
         if autoep.is_autoep_layer(layer):
             patches.share(AUTOEP_LAYER, "forward", autoep.wrap_forward)
@@ -175,11 +176,6 @@ def _bind_engine(attachment: Attachment) -> None:
     other_saves.bind(patches, engine)
     patches.share(MODULE, "zero_grad", _wrap_zero_grad_of_module)
     attachment.bind_step()
-
-
-def _note_call(layer: nn.Module, _inputs: Any, _output: Any) -> None:
-    if (hybrid := layer.__dict__.get("_hybridep")) is not None:  # else a copy of an attached layer
-        hybrid.stats.module_calls += 1
 
 
 def _destroy(attachment: Attachment, original: Callable[..., Any]) -> None:

@@ -72,6 +72,12 @@ class LayerStats:
     was_recorded: bool = False  # the last forward that was not a recomputation built a graph
 
 
+def note_call(layer: nn.Module, _inputs: Any, _output: Any) -> None:
+    """Count a call of a layer's module: a hook, which also sees forwards that never come to `HybridMoE`."""
+    if (hybrid := layer.__dict__.get("_hybridep")) is not None:  # else a copy of an attached layer
+        hybrid.stats.module_calls += 1
+
+
 def call_expert(expert: nn.Module, weights: dict[str, Tensor], rows: Tensor, _counts: Sequence[int]) -> Tensor:
     """Return the expert's output rows, [n, D] -> [n, D]; `weights` replace the module's parameters of these names."""
     # Four dimensions, as DeepSpeed calls its experts ([group, expert, capacity, hidden]).

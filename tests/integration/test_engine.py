@@ -264,7 +264,7 @@ def initialize_with(case: Case, config: dict[str, Any]) -> tuple[str, str]:
 
 def call_refused_methods(case: Case) -> dict[str, tuple[str, str]]:
     with engine_of(case, with_block=True) as engine:
-        return {name: error_of(getattr(engine, name)) for name in ("compile", "coalesce_grad_reduction")}
+        return {name: error_of(getattr(engine, name)) for name in ("coalesce_grad_reduction",)}
 
 
 def initialize_differently(case: Case, by_rank: dict[int, dict[str, Any]]) -> tuple[str, str]:

@@ -341,6 +341,7 @@ def test_gradients_of_which_deepspeed_replaces_only_some_are_refused() -> None:
     """Muon's parameter groups are replaced, others are added to."""
     engine: Any = mock.Mock(global_rank=1)
     engine.zero_optimization_stage.return_value = 1
+    engine.optimizer.cpu_offload = False
     flat = mock.Mock(flat_partition=torch.zeros(1))
     for averaged, is_replaced in (({}, False), ({0: None}, False), ({0: flat}, False), ({0: [], 1: None}, True)):
         engine.optimizer.averaged_gradients = averaged

@@ -31,6 +31,7 @@ def state_of(row: Patch, engine: Any) -> list[Any]:
     owners = {
         patches.ENGINE: [engine],
         patches.ZERO_OPTIMIZER: [engine.optimizer],
+        patches.AUTOEP_LAYER: [],
         patches.MODULE: [engine.module, *moe_layers(engine.module), *experts],
     }
     if row.attribute == "forward_pre_hook":

@@ -105,7 +105,7 @@ _FAMILY_SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {
         "Qwen3MoeForCausalLM",
         {
             "num_experts": lambda c: c.num_experts,
-            "head_dim": lambda c: c.hidden // 2,
+            "head_dim": lambda c: 32 if c.hidden >= 64 else 8,  # vLLM takes no smaller ones than 32
             "norm_topk_prob": lambda c: True,
             "output_router_logits": lambda c: True,
         },

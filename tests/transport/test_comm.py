@@ -320,7 +320,7 @@ def many_small_transfers(num_transfers: int) -> dict[str, Any]:
     ]
     wake_ups, seen, was_lost = 0, 0, False
     while seen < num_transfers and not was_lost:
-        was_lost = not transport.wait_for_more_than(seen)
+        was_lost = not transport.wait_for_more_than(seen, 100)
         seen = transport.num_finished
         wake_ups += 1
     is_done = [transfer.is_done() for transfer in transfers]
@@ -328,8 +328,7 @@ def many_small_transfers(num_transfers: int) -> dict[str, Any]:
         transfer.wait()
     records, transport.records = transport.records, None
     # Nothing more will end: a wait for it comes back empty-handed, after the limit.
-    transport.timeout_s = 0.2
-    was_woken_for_nothing = transport.wait_for_more_than(num_transfers)
+    was_woken_for_nothing = transport.wait_for_more_than(num_transfers, 0.2)
     transport.close()
     return {
         "is_done": all(is_done),
