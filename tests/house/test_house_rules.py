@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rules that hold for the whole repository and that no linter knows."""
 
-import ast
 import json
 import math
 import re

@@ -36,6 +36,8 @@ def state_of(row: Patch, engine: Any) -> list[Any]:
     }
     if row.attribute == "forward_pre_hook":
         return [dict(module._forward_pre_hooks) for module in owners[patches.MODULE]]
+    if row.attribute == "forward_hook":
+        return [dict(module._forward_hooks) for module in owners[patches.MODULE]]
     if row.attribute == "load_state_dict_post_hook":
         return [dict(module._load_state_dict_post_hooks) for module in owners[patches.MODULE]]
     if row.owner == patches.OPTIMIZER:

@@ -64,6 +64,8 @@ class Job:
         config = self.case.ds_config(with_block=self.with_block)
         if self.world_size == 1:
             del config["expert_parallel"]
+        elif self.adapters and not self.with_block:  # AutoEP alone does not find layers below peft
+            config["expert_parallel"]["moe_layer_pattern"] = r"base_model\.model\.model\.layers\.\d+\.mlp"
         return config
 
 
