@@ -262,7 +262,9 @@ def _as_in_a_new_process() -> Iterator[None]:
         from accelerate.state import AcceleratorState, GradientState
         from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
-        for engine in [one for one in gc.get_objects() if isinstance(one, deepspeed.DeepSpeedEngine)]:
+        for engine in [
+            one for one in gc.get_objects() if issubclass(type(one), deepspeed.DeepSpeedEngine)
+        ]:  # not isinstance: there are proxies
             with suppress(AttributeError):  # of a start that failed
                 engine.destroy()
         AcceleratorState._reset_state(reset_partial_state=True)

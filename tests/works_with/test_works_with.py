@@ -10,6 +10,7 @@ import torch
 from marks import slow
 from process_pool import ProcessPool, RemoteError
 
+import ds_hybridep.errors
 from works_with import scripts
 from works_with.everyday import COLUMNS, run_script
 from works_with.table import SECTIONS, Cell, Row, page
@@ -72,7 +73,7 @@ def _check(row: Row, column: str, ranks: list[dict[str, Any]], reference: dict[s
 
 
 def _is_ours(errors: list[str]) -> bool:
-    names = ("UnsupportedError", "ConfigError", "ExportError", "VerificationError", "CommunicationError")
+    names = tuple(name for name, kind in vars(ds_hybridep.errors).items() if isinstance(kind, type))
     return any(error.startswith(names) for error in errors)
 
 
