@@ -51,12 +51,6 @@ def convert(original: Callable[..., Any], engine: Any, model: nn.Module, *args: 
 # -- models inside other modules ----------------------------------------------------------------------------------
 
 
-def model_inside(module: nn.Module) -> Any:
-    """Return the model of transformers in an engine's module whose layers AutoEP has made; else the module itself."""
-    models = (one for one in module.modules() if hasattr(type(one), "_from_config"))
-    return next((one for one in models if any(map(is_autoep_layer, one.modules()))), module)
-
-
 def peft_configs_of(module: nn.Module) -> dict[str, Any]:
     """Return the configs of adapters, by name; empty if peft has put none into the module."""
     for one in module.modules():
