@@ -33,7 +33,7 @@ import ds_hybridep
 from benchmarks.common import Record, Records, interleaved, ratio, run_job, table
 from benchmarks.training import SIZES, Job, engine_of, moe_of
 from ds_hybridep.lab.topology import LinkSpec, Topology, parse_duration, parse_rate
-from ds_hybridep.link import TLS, URGENT, Link, Options
+from ds_hybridep.link import TLS, URGENT, Link, LinkOptions
 
 __all__ = ["Job", "add_arguments", "rank", "report", "run"]
 
@@ -87,7 +87,7 @@ def rank(args: argparse.Namespace, job: Job) -> None:
 class OverLink:
     """This rank's end of a link of two."""
 
-    def __init__(self, rank: int, host: str, options: Options, tls: TLS | None = None) -> None:
+    def __init__(self, rank: int, host: str, options: LinkOptions, tls: TLS | None = None) -> None:
         self.peer = 1 - rank
         self.link = Link(rank, 2, secret=bytes(32), host=host, tls=tls, timeout_s=60.0)
         addresses: list[tuple[str, int]] = [("", 0)] * 2
@@ -131,7 +131,7 @@ def close(ways: list[Any]) -> None:
 def goodput(args: argparse.Namespace, job: Job) -> None:
     host = Topology(2, 1).address_of(job.rank)
     ways = {
-        (count, control): OverLink(job.rank, host, Options(connections=count, congestion_control=control))
+        (count, control): OverLink(job.rank, host, LinkOptions(connections=count, congestion_control=control))
         for count in args.connections
         for control in args.congestion_control
     }
@@ -170,7 +170,9 @@ def messages(args: argparse.Namespace, job: Job) -> None:
     with tempfile.TemporaryDirectory() as folder:
         tls = make_certificate(Path(folder), job.rank)
         for count, (name, files) in itertools.product(args.connections, (("link", None), ("TLS", tls))):
-            ways[f"{name}, {count} connections"] = OverLink(job.rank, "127.0.0.1", Options(connections=count), files)
+            ways[f"{name}, {count} connections"] = OverLink(
+                job.rank, "127.0.0.1", LinkOptions(connections=count), files
+            )
     big, room = (torch.ones(args.megabytes * 10**6, dtype=torch.uint8) for _ in range(2))
     small, answer = torch.zeros(64, dtype=torch.uint8), torch.zeros(64, dtype=torch.uint8)
     is_first = job.rank == 0

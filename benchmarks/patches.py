@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from benchmarks.common import Records
 from benchmarks.training import VOCABULARY, train_lm
-from ds_hybridep.codecs import Patch
+from ds_hybridep.codecs import PatchCodec
 
 RATES = (1e-3, 1e-4, 3e-5, 1e-5, 1e-6)
 HIDDEN, LAYERS, ROWS, SEQ_LEN = 192, 3, 8, 128
@@ -102,7 +102,7 @@ def measure(args: argparse.Namespace, records: Records) -> None:
 
 
 def measured(old: Tensor, new: Tensor, args: argparse.Namespace) -> dict[str, float]:
-    patch, sent, held = Patch(kernels=args.kernels), old.clone(), old.clone()
+    patch, sent, held = PatchCodec(kernels=args.kernels), old.clone(), old.clone()
     out = torch.zeros(patch.max_bytes(len(old)), dtype=torch.uint8)
     length = patch.encode(new, sent, out, 0)
     encode_s = least_seconds(lambda: patch.encode(new, sent, out, 0), lambda: sent.copy_(old), args.samples)

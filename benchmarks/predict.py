@@ -27,7 +27,7 @@ from typing import Any
 from benchmarks.common import Record, Records, read_records, table
 from ds_hybridep.lab.topology import parse_rate
 from ds_hybridep.plan import stream_model
-from ds_hybridep.plan.cluster import Cluster, Level, Link
+from ds_hybridep.plan.cluster import Cluster, Level, LinkSpeed
 from ds_hybridep.plan.layout import IDENTITY, CodecCost, Layout, LevelCodecs, Rates, SyncModel
 from ds_hybridep.plan.partition import Partition
 from ds_hybridep.plan.routing import experts_per_rank
@@ -172,7 +172,7 @@ def scenario_of(point: Point, fitted: Fitted, row_scale: float = 1.0) -> Scenari
     """The point as planner and simulator take it; links that are not shaped run at the speed of the loopback."""
     wan = point.wan_bytes_per_s or LOOPBACK_BYTES_PER_S
     links = [wan, *[LOOPBACK_BYTES_PER_S] * (len(point.sizes) - 1)]
-    levels = (Level(f"level{at}", size, Link(links[at], 0.0)) for at, size in enumerate(point.sizes))
+    levels = (Level(f"level{at}", size, LinkSpeed(links[at], 0.0)) for at, size in enumerate(point.sizes))
     workload, codec = replace(point.workload, row_scale=row_scale), IDENTITY
     if point.probe_s and fitted.get("probe_s"):  # the machine's times as they were when the point was measured
         factor = point.probe_s / fitted["probe_s"]

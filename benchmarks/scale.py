@@ -16,7 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from benchmarks.common import Record, Records, new_figure, plain_numbers, save_figure, table
-from ds_hybridep.plan.cluster import Cluster, Level, Link, divisors
+from ds_hybridep.plan.cluster import Cluster, Level, LinkSpeed, divisors
 from ds_hybridep.plan.layout import BY_DEEPSPEED, CodecCost, Layout, LevelCodecs, Rates
 from ds_hybridep.plan.planner import Candidate, Plan, make_plan
 from ds_hybridep.plan.question import Question
@@ -65,7 +65,7 @@ def model_of(num_experts: int, *, top_k: int = 1, layers: int = PAPER_LAYERS) ->
 
 def cluster_of(num_dcs: int, gpus: int, bytes_per_s: float, latency_s: float = 0.0) -> Cluster:
     """Datacentres of GPUs; PCIe inside."""
-    return Cluster((Level("dc", num_dcs, Link(bytes_per_s, latency_s)), Level("gpu", gpus, Link(PCIE, 0.0))))
+    return Cluster((Level("dc", num_dcs, LinkSpeed(bytes_per_s, latency_s)), Level("gpu", gpus, LinkSpeed(PCIE, 0.0))))
 
 
 def packets_of(num_bytes: float) -> LevelCodecs:
@@ -194,7 +194,7 @@ def sweeps() -> Iterator[Record]:
 def sweep_question(num_dcs: int, gbps: float, packet_mb: float, memory_bytes: float | None = None) -> Question:
     """One point of a sweep."""
     return Question(
-        cluster=Cluster((Level("dc", num_dcs, Link(gbps * GIGA_BIT, 0.0)),)),
+        cluster=Cluster((Level("dc", num_dcs, LinkSpeed(gbps * GIGA_BIT, 0.0)),)),
         workload=Workload(model=model_of(num_dcs), tokens_per_rank=round(96 * MEGA / ROW_BYTES), zero_stage=0),
         rates=Rates(flops_per_s=A800_FLOPS_PER_S), codecs=(packets_of(packet_mb * MEGA),),
         memory_bytes=memory_bytes, host_memory_bytes=None if memory_bytes is None else HOST_BYTES,

@@ -26,7 +26,7 @@ from ds_hybridep.config_codecs import (
 )
 from ds_hybridep.config_messages import MINIMAL_BLOCK, cut, explain, shown
 from ds_hybridep.errors import ConfigError
-from ds_hybridep.plan.cluster import BITS_PER_BYTE, MS_PER_S, Cluster, Level, Link, divisors
+from ds_hybridep.plan.cluster import BITS_PER_BYTE, MS_PER_S, Cluster, Level, LinkSpeed, divisors
 from ds_hybridep.plan.models import parser_of
 from ds_hybridep.plan.row_format import RowFormat
 
@@ -125,7 +125,9 @@ class LevelConfig(Settings):
         """The level in the units of `plan`."""
         bytes_per_s = None if self.bandwidth_gbps is None else self.bandwidth_gbps * BITS_PER_GBIT / BITS_PER_BYTE
         latency_s = None if self.latency_ms is None else self.latency_ms / MS_PER_S
-        return Level(self.name, self.size, Link(bytes_per_s, latency_s, self.connections, self.congestion_control))
+        return Level(
+            self.name, self.size, LinkSpeed(bytes_per_s, latency_s, self.connections, self.congestion_control)
+        )
 
 
 class TLSConfig(Settings):

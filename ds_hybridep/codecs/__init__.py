@@ -16,11 +16,11 @@ from typing import Any
 from ds_hybridep.codecs.blockwise import Blockwise
 from ds_hybridep.codecs.interface import Codec, CodecState, PacketOrder
 from ds_hybridep.codecs.low_rank import LowRank
-from ds_hybridep.codecs.patch import Patch
+from ds_hybridep.codecs.patch import PatchCodec
 from ds_hybridep.config_codecs import PATCH, CodecConfig, LowRankConfig
 from ds_hybridep.kernels import Mode
 
-__all__ = ["Codec", "CodecState", "PacketOrder", "Patch", "make_codec", "make_weight_codec"]
+__all__ = ["Codec", "CodecState", "PacketOrder", "PatchCodec", "make_codec", "make_weight_codec"]
 
 
 def make_codec(config: CodecConfig, *, kernels: Mode = "auto") -> Codec:
@@ -33,6 +33,6 @@ def make_codec(config: CodecConfig, *, kernels: Mode = "auto") -> Codec:
     return made
 
 
-def make_weight_codec(config: CodecConfig, *, kernels: Mode = "auto") -> Codec | Patch:
+def make_weight_codec(config: CodecConfig, *, kernels: Mode = "auto") -> Codec | PatchCodec:
     """Like `make_codec`, but the codec may be a patch."""
-    return Patch(kernels=kernels) if config == PATCH else make_codec(config, kernels=kernels)
+    return PatchCodec(kernels=kernels) if config == PATCH else make_codec(config, kernels=kernels)

@@ -26,7 +26,7 @@ from ds_hybridep.codecs.packet import SEQUENCE_MODULUS
 from ds_hybridep.config_codecs import CodecConfig
 from ds_hybridep.errors import PacketError
 from ds_hybridep.kernels import CompiledCodecs, Mode, Source, load_codec_kernels, require_dense_rows
-from ds_hybridep.plan.packets import HEADER_BYTES, SizedPackets, packets_of
+from ds_hybridep.plan.packets import HEADER_BYTES, PacketSizes, packets_of
 
 
 @dataclass
@@ -68,7 +68,7 @@ class Codec(ABC):
     codec_id: ClassVar[int]
 
     @cached_property
-    def sizes(self) -> SizedPackets:
+    def sizes(self) -> PacketSizes:
         """What says how long packets are."""
         return packets_of(self.config.model_dump())
 

@@ -41,7 +41,7 @@ from ds_hybridep.plan.packets import (
     FACTOR_BITS,
     FACTOR_BLOCK,
     ITERATIONS,
-    Factors,
+    LowRankSizes,
     factor_bytes,
     packets_of,
     quantised_bytes,
@@ -73,10 +73,10 @@ class LowRank(Codec):
     config: LowRankConfig
 
     @cached_property
-    def sizes(self) -> Factors:
+    def sizes(self) -> LowRankSizes:
         """What says how long packets are, and how many columns factors have."""
         found = packets_of(self.config.model_dump())
-        assert isinstance(found, Factors)
+        assert isinstance(found, LowRankSizes)
         return found
 
     @cached_property

@@ -29,7 +29,7 @@ LENGTH_LIMIT = 2**48  # of a packet in bytes
 
 
 @dataclass(frozen=True, kw_only=True)
-class Patch:
+class PatchCodec:
     """Packets that turn the weights sent last into the present ones, exactly.
 
     A packet starts with the header of `packet.py` and 8 bytes with the packet's length.  The header's number is a

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from ds_hybridep.errors import ConfigError, ExportError
 
 if TYPE_CHECKING:
-    from ds_hybridep.export.writing import Plan
+    from ds_hybridep.export.writing import WritePlan
 
 HELP = "turn a checkpoint into a folder that from_pretrained loads"
 FORMS = {
@@ -39,7 +39,7 @@ def run(args: argparse.Namespace) -> int:
     from ds_hybridep.export import writing
     from ds_hybridep.export.checkpoint import open_checkpoint
 
-    options = writing.Options(args.form, writing.dtype_of(args.dtype, "--dtype"), args.max_shard_size)
+    options = writing.WriteOptions(args.form, writing.dtype_of(args.dtype, "--dtype"), args.max_shard_size)
     folder = tag_folder(args.checkpoint)
     checkpoint = open_checkpoint(folder)
     if checkpoint.is_classic:
@@ -86,7 +86,7 @@ def _adapter_config(folder: Path) -> Any:
     )
 
 
-def _write(plan: "Plan", target: Path, max_shard_size: str) -> None:
+def _write(plan: "WritePlan", target: Path, max_shard_size: str) -> None:
     from tqdm import tqdm
 
     from ds_hybridep.export.folder import whole_folder

@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from ds_hybridep.errors import ConfigError
-from ds_hybridep.plan.cluster import Cluster, Level, Link
+from ds_hybridep.plan.cluster import Cluster, Level, LinkSpeed
 from ds_hybridep.plan.summary import level_settings
 
 LIMIT_S = 10.0
@@ -44,7 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
     from ds_hybridep.adaptive.probe import LinkProbe, probe_links
-    from ds_hybridep.link import Options
+    from ds_hybridep.link import LinkOptions
     from ds_hybridep.transport.agreement import agree
     from ds_hybridep.transport.channels import Transport
     from ds_hybridep.transport.job import join_job, leave_job
@@ -61,10 +61,10 @@ def run(args: argparse.Namespace) -> int:
         _say(transport.rank, f"measuring {', '.join(levels)}")
         probe = LinkProbe(transport)
         found = probe_links(probe, limit_s=LIMIT_S)
-        has_bbr = all(answer for (answer,) in probe.table([not Options(congestion_control=BBR).why_refused()]))
+        has_bbr = all(answer for (answer,) in probe.table([not LinkOptions(congestion_control=BBR).why_refused()]))
         transport.close()
         # Measure long links again with other connections, which carry more where frames get lost.
-        for other in (Link(congestion_control=BBR), Link(connections=MANY)):
+        for other in (LinkSpeed(congestion_control=BBR), LinkSpeed(connections=MANY)):
             tried = with_connections(found, other)
             if tried != found and (has_bbr or other.congestion_control is None):
                 kind = other.congestion_control or other.connections
@@ -88,7 +88,7 @@ def _say(rank: int, doing: str) -> None:
         print(f"{doing}: about {LIMIT_S:g} s", file=sys.stderr, flush=True)
 
 
-def with_connections(cluster: Cluster, like: Link) -> Cluster:
+def with_connections(cluster: Cluster, like: LinkSpeed) -> Cluster:
     """The cluster with other connections over its long links."""
     levels = list(cluster.levels)
     for index, level in enumerate(levels):

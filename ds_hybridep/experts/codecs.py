@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ds_hybridep.codecs import Codec, Patch
+from ds_hybridep.codecs import Codec, PatchCodec
 from ds_hybridep.sync.counters import CodecSums
 from ds_hybridep.sync.feedback import Feedback
 from ds_hybridep.sync.gradients import GradientMemory
@@ -27,19 +27,21 @@ class ExpertCodecs(Feedback):
         self.senders: dict[int, Mirror | PatchSender] = {}
         self.replicas: dict[int, HeldSlot] = {}
 
-    def make_sender(self, level: int, codec: Codec | Patch, parts: tuple[PacketPart, ...]) -> None:
+    def make_sender(self, level: int, codec: Codec | PatchCodec, parts: tuple[PacketPart, ...]) -> None:
         """Let the owned weights, which have these parts, cross a level by this codec."""
         for made in self.senders.values():
             if type(made.codec) is type(codec) and made.codec.settings() == codec.settings():
                 self.senders[level] = made
                 return
         home = self.gradients.home
-        made = PatchSender(codec) if isinstance(codec, Patch) else Mirror(MessageLayout(codec, parts), home)
+        made = PatchSender(codec) if isinstance(codec, PatchCodec) else Mirror(MessageLayout(codec, parts), home)
         self.senders[level] = made
 
-    def make_replica(self, slot: int, codec: Codec | Patch, values: Sequence[Tensor], parts: Sequence[Tensor]) -> None:
+    def make_replica(
+        self, slot: int, codec: Codec | PatchCodec, values: Sequence[Tensor], parts: Sequence[Tensor]
+    ) -> None:
         """Let the weights of a slot arrive by this codec.  values, parts: their memory, cut by message and by part."""
-        if isinstance(codec, Patch):
+        if isinstance(codec, PatchCodec):
             self.replicas[slot] = PatchReplica(codec, values)
         else:
             self.replicas[slot] = Replica(MessageLayout(codec, self.parts[slot]), parts, self.gradients.home)

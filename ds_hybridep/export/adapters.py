@@ -74,7 +74,7 @@ class Product:
 
 
 @dataclass(frozen=True)
-class Target:
+class AdapterTarget:
     """A weight that has an adapter."""
 
     weight: str  # its name in the model
@@ -168,7 +168,7 @@ class PeftModel:
             )
         return parameter
 
-    def targets(self) -> list[Target]:
+    def targets(self) -> list[AdapterTarget]:
         """Return the weights with adapters.  Raises UnsupportedError for adapters that are no plain LoRA."""
         parameters = self.parameters()
         found = []
@@ -180,7 +180,7 @@ class PeftModel:
                 ours = {wrapper.ours(which): _relaid(one, which, wrapper) for which, one in (("A", a), ("B", b))}
                 a, b = ours["A"], ours["B"]
             product = Product(a, b, wrapper.scaling)
-            found.append(Target(wrapper.weight, key, wrapper.num_experts, product))
+            found.append(AdapterTarget(wrapper.weight, key, wrapper.num_experts, product))
         if left := sorted(key for key in parameters if ".lora_" in key):
             raise UnsupportedError(f"{left[0]}: only plain LoRA can be merged (no DoRA, no bias); use --adapters")
         return found
@@ -215,7 +215,7 @@ def per_expert_config(config: Any, names: Mapping[str, Any]) -> Any:
 
 
 def split_factor(
-    skeleton: Skeleton, target: Target, which: str, shapes: Mapping[str, tuple[int, ...]], factor: Tensor
+    skeleton: Skeleton, target: AdapterTarget, which: str, shapes: Mapping[str, tuple[int, ...]], factor: Tensor
 ) -> dict[str, Tensor]:
     """Return the parts of a factor, by name in a file with adapters of single experts."""
     hub = skeleton.hub_shapes[target.weight]
@@ -228,7 +228,7 @@ def split_factor(
     return {key: parts[name].reshape(shapes[key]) for name, key in zip(hub, shapes, strict=True)}
 
 
-def per_expert_shapes(skeleton: Skeleton, target: Target, which: str) -> dict[str, tuple[int, ...]]:
+def per_expert_shapes(skeleton: Skeleton, target: AdapterTarget, which: str) -> dict[str, tuple[int, ...]]:
     """Return names and shapes of a factor in a file with adapters of single experts."""
     rank = target.product.a.shape[-2]
     shapes: dict[str, tuple[int, ...]] = {}

@@ -45,7 +45,7 @@ class Item:
 
 
 @dataclass
-class Plan:
+class WritePlan:
     """What a folder will hold."""
 
     stem: str
@@ -60,7 +60,7 @@ class Plan:
 
 
 @dataclass(frozen=True)
-class Options:
+class WriteOptions:
     """How to write.  Raises ConfigError for what is no size."""
 
     form: Form | None = None  # None: adapters if the training has any, else the whole model
@@ -82,15 +82,19 @@ def _meta(dtype: torch.dtype, shape: Sequence[int]) -> Tensor:
     return torch.empty(tuple(shape), dtype=dtype, device="meta")
 
 
-def plan_state_dict(parameters: Mapping[str, Parameter], options: Options) -> Plan:
+def plan_state_dict(parameters: Mapping[str, Parameter], options: WriteOptions) -> WritePlan:
     """Return the plan of a state dict under the training's own names."""
     dtype = options.dtype or torch.float32
-    return Plan("model", [_single(name, parameter, dtype) for name, parameter in parameters.items()])
+    return WritePlan("model", [_single(name, parameter, dtype) for name, parameter in parameters.items()])
 
 
 def plan_model(
-    parameters: Mapping[str, Parameter], moe_paths: Sequence[str], model: Any, adapter_config: Any, options: Options
-) -> Plan:
+    parameters: Mapping[str, Parameter],
+    moe_paths: Sequence[str],
+    model: Any,
+    adapter_config: Any,
+    options: WriteOptions,
+) -> WritePlan:
     """Return the plan of a folder that from_pretrained loads, of transformers or of peft.
 
     model: `base.Base`, or what stands for the module of a running engine and has the same methods.
@@ -106,8 +110,12 @@ def plan_model(
 
 
 def _plan_inside(
-    parameters: Mapping[str, Parameter], moe_paths: Sequence[str], model: Any, adapter_config: Any, options: Options
-) -> Plan:
+    parameters: Mapping[str, Parameter],
+    moe_paths: Sequence[str],
+    model: Any,
+    adapter_config: Any,
+    options: WriteOptions,
+) -> WritePlan:
     names = sort_names(parameters)
     if not names.has_adapters:
         if options.form in ("adapters", "per-expert"):
@@ -123,7 +131,7 @@ def _plan_inside(
     if options.form == "per-expert":
         return _per_expert(skeleton, peft_model, model, dtype)
     items = [_single(key, parameter, dtype) for key, parameter in peft_model.parameters().items()]
-    return Plan("adapter_model", items, partial(adapters.write_config, config, model.name))
+    return WritePlan("adapter_model", items, partial(adapters.write_config, config, model.name))
 
 
 def by_own_names(
@@ -173,9 +181,9 @@ def _whole(
     weights: Mapping[str, Parameter],
     moe_paths: Sequence[str],
     model: Any,
-    options: Options,
+    options: WriteOptions,
     products: Mapping[str, adapters.Product],
-) -> Plan:
+) -> WritePlan:
     skeleton = _skeleton(weights, moe_paths, model)
     found = fit(weights, moe_paths, skeleton.shapes, skeleton.tied)
     items = []
@@ -197,10 +205,10 @@ def _whole(
     if unknown := sorted(set(products) - set(skeleton.hub_shapes)):
         raise ExportError(f"{unknown[0]} has an adapter, and the model given by --model has no such weight")
     dtype = options.dtype or model.dtype_of("")
-    return Plan("model", items, partial(_finish_model, skeleton, model, dtype))
+    return WritePlan("model", items, partial(_finish_model, skeleton, model, dtype))
 
 
-def _dtype(skeleton: Skeleton, model: Any, options: Options, name: str, hub_name: str) -> torch.dtype:
+def _dtype(skeleton: Skeleton, model: Any, options: WriteOptions, name: str, hub_name: str) -> torch.dtype:
     if any(part in name for part in getattr(skeleton.model, "_keep_in_fp32_modules_strict", None) or ()):
         return torch.float32
     return options.dtype or model.dtype_of(hub_name)
@@ -227,7 +235,7 @@ def _single(name: str, parameter: Parameter, dtype: torch.dtype) -> Item:
     return Item(parameter, kept, {name: _meta(kept, parameter.shape)}, lambda tensor: {name: tensor})
 
 
-def _per_expert(skeleton: Skeleton, peft_model: adapters.PeftModel, model: Any, dtype: torch.dtype) -> Plan:
+def _per_expert(skeleton: Skeleton, peft_model: adapters.PeftModel, model: Any, dtype: torch.dtype) -> WritePlan:
     if any(".lora_" not in key for key in peft_model.shapes):
         raise UnsupportedError(
             "layers of modules_to_save cannot be in adapters per expert; use --adapters or --merged"
@@ -238,7 +246,7 @@ def _per_expert(skeleton: Skeleton, peft_model: adapters.PeftModel, model: Any, 
             shapes = adapters.per_expert_shapes(skeleton, target, which)
             planned = {key: _meta(dtype, shape) for key, shape in shapes.items()}
             items.append(Item(factor, dtype, planned, partial(adapters.split_factor, skeleton, target, which, shapes)))
-    plan = Plan("adapter_model", items)
+    plan = WritePlan("adapter_model", items)
     config = adapters.per_expert_config(peft_model.config, plan.planned)
     plan.finish = partial(adapters.write_config, config, model.name)
     return plan
@@ -253,7 +261,7 @@ def _finish_model(skeleton: Skeleton, model: Any, dtype: torch.dtype, folder: Pa
 
 
 def write_files(
-    plan: Plan,
+    plan: WritePlan,
     folder: Path,
     max_shard_size: str,
     progress: Callable[[int], object] = lambda num_bytes: None,

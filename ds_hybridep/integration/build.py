@@ -24,7 +24,7 @@ from ds_hybridep.sync.feedback import Encoding, no_master, no_scale
 from ds_hybridep.sync.gradients import StepChanges
 from ds_hybridep.sync.stages import connect, gather_stages
 from ds_hybridep.sync.transfers import StagePipeline
-from ds_hybridep.sync.undelivered import Target, stacked
+from ds_hybridep.sync.undelivered import GradientTarget, stacked
 from ds_hybridep.tokens.exchange import Exchange, build_exchanges
 from ds_hybridep.tokens.layer import HeldExperts, HybridMoE
 from ds_hybridep.transport.channels import Transport
@@ -99,7 +99,7 @@ class PlannedLayer:
             ],
         }
 
-    def targets(self, rank: int, world_size: int) -> Iterator[Target]:
+    def targets(self, rank: int, world_size: int) -> Iterator[GradientTarget]:
         """Yield the parameters of this rank's experts, for what codecs have not delivered."""
         spec = self.spec
         first = spec.group_ranks.index(rank) * spec.num_local
@@ -109,7 +109,7 @@ class PlannedLayer:
                 num_elements = full_shape(parameter).numel()
                 start = first * num_elements // spec.num_local if spec.is_grouped else (first + at) * num_elements
                 if parameter.requires_grad:
-                    yield Target(stacked(spec.name, name), start, start + num_elements, parameter, share)
+                    yield GradientTarget(stacked(spec.name, name), start, start + num_elements, parameter, share)
 
 
 def plan_layer(config: HybridEPConfig, spec: LayerSpec) -> PlannedLayer:

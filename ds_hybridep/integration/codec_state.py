@@ -31,7 +31,7 @@ PATTERN = "hybridep_rank_*.pt"
 REMEDY = "copy the files to all nodes, or remove them to begin without what codecs kept"
 
 
-class CodecState:
+class CodecCheckpoint:
     """What the codecs of one plan keep on this rank."""
 
     def __init__(

@@ -23,18 +23,18 @@ from ds_hybridep.experts.migration import is_in_backward
 from ds_hybridep.experts.partitioned import full_shape
 from ds_hybridep.experts.verification import verify
 from ds_hybridep.integration.build import Builder, Facts, PlannedLayer, describe, encoding_of
-from ds_hybridep.integration.codec_state import CodecState
+from ds_hybridep.integration.codec_state import CodecCheckpoint
 from ds_hybridep.integration.dense import DENSE, DenseSync
 from ds_hybridep.integration.hot_experts import HotExperts
 from ds_hybridep.integration.patches import ENGINE, OPTIMIZER, ZERO_OPTIMIZER, Patches
 from ds_hybridep.integration.sites import SiteSync
-from ds_hybridep.integration.statistics import Statistics
+from ds_hybridep.integration.statistics import RuntimeStatistics
 from ds_hybridep.integration.supported import check_optimizer
 from ds_hybridep.kernels import Kernels
 from ds_hybridep.sync.dense import GroupSync
 from ds_hybridep.sync.gradients import StepChanges
 from ds_hybridep.sync.messages import squared_norm
-from ds_hybridep.sync.undelivered import Target, Undelivered, UndeliveredGradients
+from ds_hybridep.sync.undelivered import GradientTarget, Undelivered, UndeliveredGradients
 from ds_hybridep.tokens.layer import LayerStats
 from ds_hybridep.transport.channels import Transport
 
@@ -79,10 +79,10 @@ class HybridRuntime:
         self.hot = HotExperts(config, transport, pairs)
         if self.hot.layers:
             self.migration.before_return = self.hot.send_counts
-        self.codecs = CodecState(
+        self.codecs = CodecCheckpoint(
             config, transport, planned, self.migration, waiting, self.syncs, self.changes, self.hot
         )
-        self.statistics = Statistics(transport, pairs, self.hot, counts_dense=bool(self.syncs))
+        self.statistics = RuntimeStatistics(transport, pairs, self.hot, counts_dense=bool(self.syncs))
 
     # -- around the optimizer step ----------------------------------------------------------------------------------
 
@@ -235,7 +235,7 @@ class HybridRuntime:
 
 def _targets(
     transport: Transport, planned: Sequence[PlannedLayer], parameters: Callable[[], Iterable[tuple[str, nn.Parameter]]]
-) -> dict[str, Target]:
+) -> dict[str, GradientTarget]:
     """Return this rank's parameters by their names in its model; its experts' are parts of their stacks.
 
     A parameter of experts that several layers share is a part of the stack of each of them.
@@ -243,7 +243,7 @@ def _targets(
     targets = [one for layer in planned for one in layer.targets(transport.rank, transport.world_size)]
     of_experts = {id(one.parameter): one for one in targets}
     found = {
-        name: of_experts.get(id(parameter)) or Target(name, 0, full_shape(parameter).numel(), parameter)
+        name: of_experts.get(id(parameter)) or GradientTarget(name, 0, full_shape(parameter).numel(), parameter)
         for name, parameter in parameters()
     }
     named = set(found.values())

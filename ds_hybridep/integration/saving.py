@@ -59,7 +59,7 @@ def save_pretrained(
         AgreementError: not all ranks called.
         ExportError: the folder could not be written; what was there before still is.
     """
-    options = writing.Options(form, writing.dtype_of(dtype, "dtype"), max_shard_size)
+    options = writing.WriteOptions(form, writing.dtype_of(dtype, "dtype"), max_shard_size)
     _meet_to_save(engine, "ds_hybridep.save_pretrained")
     model = LiveModel(engine.module)
     with torch.random.fork_rng(devices=[]):  # modules without weights are made, and the training must not notice
@@ -151,7 +151,7 @@ def _meet_to_save(engine: Any, call: str) -> None:
     agree({"saves by": call}, timeout_s, remedy=remedy_for(call))
 
 
-def _write(plan: writing.Plan, folder: Path, max_shard_size: str) -> str:
+def _write(plan: writing.WritePlan, folder: Path, max_shard_size: str) -> str:
     """Write on rank 0, and read on all ranks.  Returns what failed on rank 0."""
     left, said = deque(plan.items), ""
 

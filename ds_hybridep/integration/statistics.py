@@ -22,7 +22,7 @@ EXPOSED_KINDS = ("tokens", "expert_weights", "expert_gradients", "dense")
 NUM_TIMED_STEPS = 100
 
 
-class Statistics:
+class RuntimeStatistics:
     """Counters of one attached model.
 
     layers: each as it runs and as it was planned.

@@ -11,13 +11,13 @@ What was sent is kept until it is acknowledged, and sent again over the next con
 the other side first: where a receive waits for it, its bytes are read into that receive's memory.
 """
 
-from ds_hybridep.link.link import Channel, Link
+from ds_hybridep.link.link import Link, LinkChannel
 from ds_hybridep.link.messages import BULK, URGENT, Handle
-from ds_hybridep.link.options import Address, Options
-from ds_hybridep.link.peer import FAILED, LEFT, LOST, SILENT_S, Fact, Peer, State, Statistics
+from ds_hybridep.link.options import Address, LinkOptions
+from ds_hybridep.link.peer import FAILED, LEFT, LOST, SILENT_S, Fact, Peer, PeerStatistics, State
 from ds_hybridep.link.trust import LEAST_SECRET_BYTES, TLS, read_secret
 
 __all__ = [
-    "BULK", "FAILED", "LEAST_SECRET_BYTES", "LEFT", "LOST", "SILENT_S", "TLS", "URGENT", "Address", "Channel", "Fact",
-    "Handle", "Link", "Options", "Peer", "State", "Statistics", "read_secret",
+    "BULK", "FAILED", "LEAST_SECRET_BYTES", "LEFT", "LOST", "SILENT_S", "TLS", "URGENT", "Address", "Fact", "Handle",
+    "Link", "LinkChannel", "LinkOptions", "Peer", "PeerStatistics", "State", "read_secret",
 ]  # fmt: skip

@@ -14,8 +14,8 @@ from collections.abc import Callable, Mapping, Sequence
 from ds_hybridep.errors import CommunicationError, ConfigError
 from ds_hybridep.link.door import Door
 from ds_hybridep.link.messages import BULK, Receive, Send
-from ds_hybridep.link.options import Address, Options, listen
-from ds_hybridep.link.peer import FAILED, LEFT, Fact, Peer, State, Statistics
+from ds_hybridep.link.options import Address, LinkOptions, listen
+from ds_hybridep.link.peer import FAILED, LEFT, Fact, Peer, PeerStatistics, State
 from ds_hybridep.link.trust import LEAST_SECRET_BYTES, TLS
 from ds_hybridep.link.wire import FACT_BYTES, Data, stream_of, view_of
 
@@ -77,7 +77,7 @@ class Link:
 
     # -- for callers ------------------------------------------------------------------------------------------------
 
-    def connect(self, addresses: Mapping[int, Address], options: Options | None = None) -> None:
+    def connect(self, addresses: Mapping[int, Address], options: LinkOptions | None = None) -> None:
         """Connect to peers, given as rank -> `Link.address` of that rank; may be called again for others.
 
         A rank that is connected already is connected anew.  Raises CommunicationError if one is gone or not connected
@@ -85,7 +85,7 @@ class Link:
         whoever receives from it.
         """
         self._check_open()
-        options, new = options or Options(), {}
+        options, new = options or LinkOptions(), {}
         if refusal := options.why_refused():
             raise CommunicationError(f"rank {self.rank}: the system refuses {options} ({refusal}); choose others")
         for rank, (host, port) in addresses.items():
@@ -110,9 +110,9 @@ class Link:
                 self._wake()
                 raise CommunicationError(f"rank {self.rank}: connecting with {peer.who} failed: {cause}")
 
-    def channel(self, name: str, ranks: Sequence[int], *, generation: int = 0, priority: int = BULK) -> "Channel":
+    def channel(self, name: str, ranks: Sequence[int], *, generation: int = 0, priority: int = BULK) -> "LinkChannel":
         """Return a channel; all its ranks must give the same name, ranks and generation.  priority: URGENT or BULK."""
-        return Channel(self, name, tuple(ranks), generation, priority)
+        return LinkChannel(self, name, tuple(ranks), generation, priority)
 
     def announce(self, kind: str, text: str) -> None:
         """Tell all peers something, now and after resets; with FAILED or LEFT, this rank is gone for them."""
@@ -122,7 +122,7 @@ class Link:
         self._to_pump.update(self.peers.values())
         self._wake()
 
-    def statistics(self) -> dict[int, Statistics]:
+    def statistics(self) -> dict[int, PeerStatistics]:
         """Return what was exchanged with each peer."""
         return {rank: peer.statistics() for rank, peer in dict(self.peers).items()}
 
@@ -268,7 +268,7 @@ class Link:
             self._end()
 
 
-class Channel:
+class LinkChannel:
     """Messages of one purpose between some ranks.
 
     Sends and receives between two ranks match in the order in which they are called, for each kind apart.

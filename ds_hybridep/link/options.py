@@ -13,7 +13,7 @@ Resolved = tuple[int, tuple[object, ...]]  # address family and address, for a s
 UNSENT_BYTES = 2**19  # what the system may hold beyond the congestion window; heartbeats wait behind it
 
 
-class Options(NamedTuple):
+class LinkOptions(NamedTuple):
     """How two ranks are connected.
 
     connections: for messages of each priority, so that urgent ones never wait behind bulk ones.

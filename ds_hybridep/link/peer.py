@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from ds_hybridep.link.lane import BEAT_S, Lane, Lifeline
 from ds_hybridep.link.messages import BULK, URGENT, Mail
-from ds_hybridep.link.options import Address, Options, resolve, tcp_info
+from ds_hybridep.link.options import Address, LinkOptions, resolve, tcp_info
 from ds_hybridep.link.wire import Frame, Kind
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ class Fact(NamedTuple):
     text: str
 
 
-class Statistics(NamedTuple):
+class PeerStatistics(NamedTuple):
     """What one peer and this rank have exchanged.  Bytes include frames' headers, but not those of TLS and TCP."""
 
     state: State
@@ -55,7 +55,7 @@ class Statistics(NamedTuple):
 class Peer:
     """One peer, for the link's thread."""
 
-    def __init__(self, link: "Link", rank: int, address: Address, options: Options) -> None:
+    def __init__(self, link: "Link", rank: int, address: Address, options: LinkOptions) -> None:
         self.link, self.rank, self.options = link, rank, options
         self.who = f"rank {rank} ({address[0]}:{address[1]})"
         self.mail = Mail(link.lock, link.early_bytes, options.connections)
@@ -84,9 +84,9 @@ class Peer:
         """Return True if every lane has had a connection."""
         return all(lane.num_connections for lane in self.lanes)
 
-    def statistics(self) -> Statistics:
+    def statistics(self) -> PeerStatistics:
         lanes, seen = self.lanes, [tcp_info(lane.sock) for lane in self.lanes]
-        return Statistics(
+        return PeerStatistics(
             self.state, sum(lane.sent_bytes for lane in lanes), sum(lane.received_bytes for lane in lanes),
             min((round_trip_s for round_trip_s, _ in seen if round_trip_s is not None), default=None),
             sum(lane.num_retransmitted for lane in lanes) + sum(count for _, count in seen),

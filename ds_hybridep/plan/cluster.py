@@ -42,7 +42,7 @@ def divisors(number: int) -> tuple[int, ...]:
 
 
 @dataclass(frozen=True)
-class Link:
+class LinkSpeed:
     """The uplink of one child of a level in each direction, shared by all ranks below it; None: not known yet.
 
     connections: number of connections between two ranks for each purpose.
@@ -61,7 +61,7 @@ class Level:
 
     name: str
     size: int
-    link: Link = Link()
+    link: LinkSpeed = LinkSpeed()
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,16 @@ from typing import Any
 
 from ds_hybridep.errors import PlanError
 from ds_hybridep.plan.layout import CodecCost
-from ds_hybridep.plan.packets import FP32_BYTES, ITERATIONS, Factors, Packets, Part, Patches, packets_of, part_elements
+from ds_hybridep.plan.packets import (
+    FP32_BYTES,
+    ITERATIONS,
+    LowRankSizes,
+    Packets,
+    Part,
+    PatchSizes,
+    packets_of,
+    part_elements,
+)
 
 MEMORY_BYTES_PER_S = 0.5 * 3.35e12
 PRODUCT_FLOPS_PER_S = 0.5 * 67e12
@@ -53,7 +62,7 @@ def patch_cost(learning_rate: float) -> CodecCost:
         encode_bytes_per_s=MEMORY_BYTES_PER_S * PATCHED_BYTES / PATCH_ENCODE_TRAFFIC,
         decode_bytes_per_s=MEMORY_BYTES_PER_S * PATCHED_BYTES / PATCH_DECODE_TRAFFIC,
         is_lossy=False,
-        packets=Patches(8 * PATCHED_BYTES / patch_ratio(learning_rate)),
+        packets=PatchSizes(8 * PATCHED_BYTES / patch_ratio(learning_rate)),
     )
 
 
@@ -82,7 +91,7 @@ def _seconds_per_element(packets: Packets, part: Part) -> tuple[float, float]:
     """Seconds per element to encode and to decode."""
     encode_traffic, decode_traffic, rank, iterations = float(ENCODE_TRAFFIC), float(DECODE_TRAFFIC), 0, 0
     _, rows, cols = part
-    if isinstance(packets, Factors) and not packets.is_left_to_fallback(rows, cols):
+    if isinstance(packets, LowRankSizes) and not packets.is_left_to_fallback(rows, cols):
         rank, iterations = packets.effective_rank(rows, cols), ITERATIONS
         encode_traffic += 2 * iterations * FP32_BYTES  # each iteration reads the matrix twice
         if packets.rest is not None:

@@ -28,7 +28,7 @@ def part_elements(part: Part) -> int:
 
 
 @dataclass(frozen=True)
-class SizedPackets:
+class PacketSizes:
     """Packets whose size follows from the shape."""
 
     def payload_bytes(self, rows: int, cols: int) -> int:
@@ -44,7 +44,7 @@ class SizedPackets:
 
 
 @dataclass(frozen=True)
-class Blocks(SizedPackets):
+class BlockwiseSizes(PacketSizes):
     """Small integers, with a scale for each block of elements."""
 
     bits: int
@@ -55,12 +55,12 @@ class Blocks(SizedPackets):
 
 
 @dataclass(frozen=True)
-class Factors(SizedPackets):
+class LowRankSizes(PacketSizes):
     """Two thin factors of a matrix."""
 
     ratio: float | None
     rank: int | None
-    rest: SizedPackets | None
+    rest: PacketSizes | None
 
     def effective_rank(self, rows: int, cols: int) -> int:
         """Number of columns of each factor of a matrix."""
@@ -88,7 +88,7 @@ class Factors(SizedPackets):
 
 
 @dataclass(frozen=True)
-class Patches:
+class PatchSizes:
     """Entropy-coded changes of 16-bit weights; `bits` is the average for each weight."""
 
     bits: float
@@ -97,19 +97,19 @@ class Patches:
         return sum(PATCH_PREFIX_BYTES + part_elements(part) * self.bits / 8 for part in parts)
 
 
-Packets = SizedPackets | Patches  # that one codec makes of tensors
+Packets = PacketSizes | PatchSizes  # that one codec makes of tensors
 
 
-def packets_of(settings: Mapping[str, Any]) -> SizedPackets:
+def packets_of(settings: Mapping[str, Any]) -> PacketSizes:
     """Packets of a codec, given all its settings as in a "hybridep" block, with all defaults.
 
-    Patches are not allowed, because their size is not fixed: see `Patches`.
+    Patches are not allowed, because their size is not fixed: see `PatchSizes`.
     """
     kind = settings["type"]
     if kind in BITS:
-        return Blocks(BITS[kind], settings["block"])
+        return BlockwiseSizes(BITS[kind], settings["block"])
     assert kind == "low_rank", f"{kind} has no packets of a fixed size"
-    return Factors(
+    return LowRankSizes(
         ratio=settings["ratio"],
         rank=settings["rank"],
         rest=None if settings["rest"] is None else packets_of(settings["rest"]),
@@ -131,4 +131,4 @@ def round_up(num_bytes: int, multiple: int = 4) -> int:
     return -(-num_bytes // multiple) * multiple
 
 
-FALLBACK = Blocks(4, 128)  # in place of low rank for small tensors
+FALLBACK = BlockwiseSizes(4, 128)  # in place of low rank for small tensors

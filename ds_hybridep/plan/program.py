@@ -57,7 +57,7 @@ class Peers:
 
 
 @dataclass(frozen=True, eq=False)
-class Stage:
+class MessageStage:
     """What a rank sends to each of its peers at the same time; tuples have an entry for each level.
 
     fixed_bytes: to a peer at that distance, on each edge of a ring.
@@ -85,7 +85,7 @@ class Stage:
         *,
         chances: Sequence[float] = (),
         is_back: bool = False,
-    ) -> "Stage":
+    ) -> "MessageStage":
         """The stage between these peers of a layout.
 
         chances: by level, that a token goes to a given peer at that distance, a mean over the busiest uplink's ranks.
@@ -114,7 +114,7 @@ class Message:
 
     kind: Kind
     label: str
-    stages: tuple[Stage, ...]
+    stages: tuple[MessageStage, ...]
 
     @cached_property
     def is_urgent(self) -> bool:

@@ -29,13 +29,13 @@ from ds_hybridep.plan.program import (
     Instruction,
     Kind,
     Message,
+    MessageStage,
     Peers,
     PlacePart,
     Post,
     Program,
     Repeat,
     Run,
-    Stage,
     Wait,
 )
 from ds_hybridep.plan.routing import Routing, experts_per_rank, routing_of
@@ -198,7 +198,7 @@ class _Step:
                 rows = workload.tokens_per_rank * workload.row_scale * math.prod(counts[: levels[0]])
                 chances = self._routing.busiest_chances(levels)
                 by_level = [rows * num_bytes for num_bytes in row_bytes]
-            stage = Stage.between(
+            stage = MessageStage.between(
                 Peers(("domain",), levels), self.cluster, layout, fixed, by_level, chances=chances, is_back=is_back
             )
             message = Message("tokens", label, (stage,))
@@ -221,9 +221,9 @@ class _Step:
         of_hot = [float(workload.expert_travel_bytes)] * len(codecs)
         if way == "gradients":
             of_hot = [codec.message_bytes(expert_parts(workload, 1), workload.param_bytes) for codec in codecs]
-        levels, by_level = layout.gather_levels, list[tuple[int, Stage]]()
+        levels, by_level = layout.gather_levels, list[tuple[int, MessageStage]]()
         if not self.gathers_by_level and levels:  # source: paper (4)
-            by_level.append((levels[0], Stage.between(Peers(("offset",), levels), self.cluster, layout, own)))
+            by_level.append((levels[0], MessageStage.between(Peers(("offset",), levels), self.cluster, layout, own)))
         for level in levels if self.gathers_by_level else ():
             held = self._held_bytes(way, level, own) + routing.num_passed_on(level) * of_hot[level]
             by_level.append((level, self._among_neighbours("offset", level, held)))
@@ -245,9 +245,9 @@ class _Step:
             held += (sizes[slower] - 1) * math.prod(sizes[slower + 1 : level]) * own[slower]
         return held
 
-    def _among_neighbours(self, part: PlacePart, level: int, num_bytes: float) -> Stage:
+    def _among_neighbours(self, part: PlacePart, level: int, num_bytes: float) -> MessageStage:
         per_peer = [num_bytes] * len(self.cluster.sizes)
-        return Stage.between(Peers((part,), (level,)), self.cluster, self.layout, per_peer)
+        return MessageStage.between(Peers((part,), (level,)), self.cluster, self.layout, per_peer)
 
     def _send(self, way: Way, message: Message) -> Program:
         """Encode and post one layer's packet; weights are queued right after the optimizer step."""

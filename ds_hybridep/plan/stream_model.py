@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from ds_hybridep.plan.cluster import Cluster, known_or_assumed_bandwidths
 from ds_hybridep.plan.layout import Layout, Rates, SyncModel
-from ds_hybridep.plan.program import KINDS, Kind, Message, Post, Program, Run, Stage, Wait
+from ds_hybridep.plan.program import KINDS, Kind, Message, MessageStage, Post, Program, Run, Wait
 from ds_hybridep.plan.step import step_program
 from ds_hybridep.plan.workload import Workload
 
@@ -88,7 +88,7 @@ _Route = list[tuple[int, float, float]]  # (level, bytes over its uplink, second
 
 
 @dataclass(slots=True)
-class _Waiting:
+class _QueuedMessage:
     key: _Key
     num_bytes: float  # that are left
 
@@ -164,7 +164,7 @@ class _Clock:
             ]
         return route
 
-    def _alone_s(self, stage: Stage, level: int) -> float:
+    def _alone_s(self, stage: MessageStage, level: int) -> float:
         """Seconds of a stage over an idle link."""
         return stage.uplink_bytes[level] / self._links[level].bytes_per_s + stage.latencies_s[level]
 
@@ -175,14 +175,14 @@ class _Link:
     def __init__(self, bytes_per_s: float) -> None:
         self.bytes_per_s = bytes_per_s
         self._now_s = 0.0
-        self._urgent: deque[_Waiting] = deque()
-        self._others: deque[_Waiting] = deque()
+        self._urgent: deque[_QueuedMessage] = deque()
+        self._others: deque[_QueuedMessage] = deque()
         self._left_s: dict[_Key, float] = {}
 
     def post(self, key: _Key, num_bytes: float, now_s: float, *, is_urgent: bool) -> None:
         """Queue a message at a time that is not before the last one."""
         self._flow(now_s)
-        (self._urgent if is_urgent else self._others).append(_Waiting(key, num_bytes))
+        (self._urgent if is_urgent else self._others).append(_QueuedMessage(key, num_bytes))
 
     def left_s(self, key: _Key) -> float:
         """Time at which a message has left, if nothing is posted until then."""

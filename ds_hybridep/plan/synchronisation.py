@@ -8,7 +8,18 @@ from ds_hybridep.plan.cluster import Cluster, latencies_of
 from ds_hybridep.plan.costs import HOST_BYTES_PER_S
 from ds_hybridep.plan.held import Held
 from ds_hybridep.plan.layout import IDENTITY, Layout, SyncModel
-from ds_hybridep.plan.program import Instruction, Kind, Message, Peers, PlacePart, Post, Program, Run, Stage, Wait
+from ds_hybridep.plan.program import (
+    Instruction,
+    Kind,
+    Message,
+    MessageStage,
+    Peers,
+    PlacePart,
+    Post,
+    Program,
+    Run,
+    Wait,
+)
 
 ALL_REDUCE_PASSES = 2.0  # of a ring
 NORM_BYTES = 1e-9  # so few that they count for nothing, but not 0, because messages of 0 bytes are left out
@@ -93,10 +104,10 @@ class Synchronisation:
         start = Run("codec_s", f"encode {name}", encode_s), Post(message)
         return start, (Wait(message), Run("codec_s", f"decode {name}", decode_s))
 
-    def _trade(self, level: int, num_bytes: float) -> Stage:
+    def _trade(self, level: int, num_bytes: float) -> MessageStage:
         """The same bytes to every holder that is a neighbour at `level`."""
         per_peer = [self.sync.factor * num_bytes] * len(self.cluster.sizes)
-        return Stage.between(Peers(self._parts, (level,)), self.cluster, self.layout, per_peer)
+        return MessageStage.between(Peers(self._parts, (level,)), self.cluster, self.layout, per_peer)
 
     def _ring(self, *, is_last: bool) -> Program:
         """DeepSpeed's ring, which uses no codec: it sums gradients; from ZeRO 1 on, it gathers parameters at the end.
@@ -120,6 +131,6 @@ class Synchronisation:
         around_s -= min(latencies[level] for level in used)  # the last block leaves out the nearest hop
         peers = Peers(self._parts, tuple(range(len(sizes))), is_ring=True)
         nothing, edge = (0.0,) * len(sizes), (edge_bytes,) * len(sizes)
-        stage = Stage(peers, edge, nothing, tuple(uplink_bytes), (passes * around_s,) * len(sizes))
+        stage = MessageStage(peers, edge, nothing, tuple(uplink_bytes), (passes * around_s,) * len(sizes))
         message = Message(self.kind, self._name, (stage,))
         return Post(message), Wait(message)

@@ -15,7 +15,7 @@ TokenExchange = Literal["direct", "hierarchical"]
 
 
 @dataclass(frozen=True)
-class Stage:
+class RouteStage:
     """One exchange of rows, as one rank sees it.
 
     level: cluster level whose domains it joins; None if it joins all domains at once.
@@ -34,7 +34,7 @@ class Stage:
     expert_to_destination: tuple[int, ...]
 
 
-def build_route(partition: Partition, rank: int, num_experts: int, exchange: TokenExchange) -> tuple[Stage, ...]:
+def build_route(partition: Partition, rank: int, num_experts: int, exchange: TokenExchange) -> tuple[RouteStage, ...]:
     """Stages that bring a row of `rank` to its peer in the domain of every expert that the row needs.
 
     Direct: one stage to the peers in all domains. Hierarchical: one for each level with several domains, slowest
@@ -47,10 +47,10 @@ def build_route(partition: Partition, rank: int, num_experts: int, exchange: Tok
     if exchange == "direct":
         owners = [partition.domain_index(owner) for owner in partition.group_ranks]
         peers = tuple(partition.peer_of(rank, domain_index) for domain_index in range(partition.num_domains))
-        return (Stage(None, peers, partition.domain_index(rank), _per_expert(owners, experts_per_rank)),)
+        return (RouteStage(None, peers, partition.domain_index(rank), _per_expert(owners, experts_per_rank)),)
     owner_domains = [partition.domain_of(owner) for owner in partition.group_ranks]
     return tuple(
-        Stage(
+        RouteStage(
             level=level,
             ranks=partition.exchange_peers(rank, level),
             self_index=rank_domain[level],

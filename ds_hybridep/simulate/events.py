@@ -44,7 +44,7 @@ class Operation:
 
 
 @dataclass(frozen=True)
-class Run:
+class TimedRun:
     """Compute for [num_actors] seconds; `is_computing` slows flows if the host has too few cores for both."""
 
     term: str
@@ -54,25 +54,25 @@ class Run:
 
 
 @dataclass(frozen=True)
-class Post:
+class TimedPost:
     """Hand an operation over; it is under way from now on."""
 
     operation: int
 
 
 @dataclass(frozen=True)
-class Wait:
+class TimedWait:
     """Wait until the operation has arrived; the time counts for `term`."""
 
     operation: int
     term: str
 
 
-Instruction = Run | Post | Wait
+Instruction = TimedRun | TimedPost | TimedWait
 
 
 @dataclass(frozen=True)
-class Span:
+class TraceSpan:
     """Something that an actor did, for traces: on "compute" or on a channel."""
 
     stream: str
@@ -87,7 +87,7 @@ class Outcome:
 
     end_s: Floats
     seconds: dict[str, Floats]
-    spans: dict[int, list[Span]]
+    spans: dict[int, list[TraceSpan]]
 
 
 class _Progress:
@@ -143,10 +143,10 @@ class Engine:
         self._position = [0] * num_actors
         self._is_computing = np.zeros(num_actors, dtype=bool)
         self._waiting_since: dict[int, float] = {}
-        terms = {part.term for part in program if not isinstance(part, Post)}
+        terms = {part.term for part in program if not isinstance(part, TimedPost)}
         self._seconds = {term: np.zeros(num_actors) for term in sorted(terms)}
         self._end_s = np.zeros(num_actors)
-        self._spans: dict[int, list[Span]] = {actor: [] for actor in traced}
+        self._spans: dict[int, list[TraceSpan]] = {actor: [] for actor in traced}
         self._now_s = 0.0
         self._events: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
         self._num_events = 0
@@ -182,13 +182,13 @@ class Engine:
         """Run an actor's instructions until one takes time."""
         while self._position[actor] < len(self._program):
             instruction = self._program[self._position[actor]]
-            if isinstance(instruction, Run):
+            if isinstance(instruction, TimedRun):
                 seconds = float(instruction.seconds[actor])
                 if seconds > 0.0:
                     self._set_computing(actor, instruction.is_computing)
                     self._at(self._now_s + seconds, self._end_run, actor, instruction, seconds)
                     return
-            elif isinstance(instruction, Post):
+            elif isinstance(instruction, TimedPost):
                 self._post(actor, instruction.operation)
             elif not self._of(instruction.operation).is_arrived[actor]:
                 self._of(instruction.operation).waiting.add(actor)
@@ -197,7 +197,7 @@ class Engine:
             self._position[actor] += 1
         self._end_s[actor] = self._now_s
 
-    def _end_run(self, actor: int, instruction: Run, seconds: float) -> None:
+    def _end_run(self, actor: int, instruction: TimedRun, seconds: float) -> None:
         self._set_computing(actor, False)
         self._seconds[instruction.term][actor] += seconds
         self._trace(actor, "compute", instruction.label, self._now_s - seconds)
@@ -264,7 +264,7 @@ class Engine:
         if actor in progress.waiting:
             progress.waiting.remove(actor)
             instruction = self._program[self._position[actor]]
-            assert isinstance(instruction, Wait)
+            assert isinstance(instruction, TimedWait)
             self._seconds[instruction.term][actor] += self._now_s - self._waiting_since[actor]
             self._position[actor] += 1
             self._go_on(actor)
@@ -323,4 +323,4 @@ class Engine:
 
     def _trace(self, actor: int, stream: str, label: str, begin_s: float) -> None:
         if actor in self._spans:
-            self._spans[actor].append(Span(stream, label, begin_s, self._now_s))
+            self._spans[actor].append(TraceSpan(stream, label, begin_s, self._now_s))

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from ds_hybridep.plan import program as planned
-from ds_hybridep.simulate.events import Instruction, Operation, Post, Run, Wait
+from ds_hybridep.simulate.events import Instruction, Operation, TimedPost, TimedRun, TimedWait
 from ds_hybridep.simulate.flows import Floats
 from ds_hybridep.simulate.scenario import Scenario
 from ds_hybridep.simulate.traffic import TrafficMaker
@@ -34,11 +34,11 @@ class Schedule:
                 if scenario.jitter:
                     seconds = seconds * np.exp(scenario.jitter * random.standard_normal(len(rows)))
                 if one.seconds > 0.0:
-                    self.program.append(Run(one.term, one.label + number, seconds, one.is_computing))
+                    self.program.append(TimedRun(one.term, one.label + number, seconds, one.is_computing))
             elif isinstance(one, planned.Post):
                 posted[one.message, number] = self._post(one.message, number)
             elif isinstance(one, planned.Wait):
-                self.program.extend(Wait(index, one.message.term) for index in posted.pop((one.message, number)))
+                self.program.extend(TimedWait(index, one.message.term) for index in posted.pop((one.message, number)))
 
     def _post(self, message: planned.Message, number: str) -> range:
         """Post all stages at once.  Returns the operations to wait for."""
@@ -49,7 +49,7 @@ class Schedule:
             channel = "tokens" if message.is_urgent else f"bulk over {levels}"
             after = index - 1 if index > first else None
             self.operations.append(Operation(message.label + number, channel, traffic.flows, after))
-            self.program.append(Post(index))
+            self.program.append(TimedPost(index))
             for level, num_bytes in enumerate(traffic.sent_bytes):
                 self.sent_bytes[level][message.kind] += num_bytes
         return range(first, len(self.operations))

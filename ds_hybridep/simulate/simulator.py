@@ -17,11 +17,11 @@ from ds_hybridep.plan.program import Kind, Peers, peers_in
 from ds_hybridep.plan.routing import routing_of
 from ds_hybridep.plan.step import step_program
 from ds_hybridep.simulate.classes import RankClasses, merge_ranks, nodes_at
-from ds_hybridep.simulate.events import Engine, Span
+from ds_hybridep.simulate.events import Engine, TraceSpan
 from ds_hybridep.simulate.flows import Floats, Ints
 from ds_hybridep.simulate.scenario import Scenario
 from ds_hybridep.simulate.schedule import Schedule
-from ds_hybridep.simulate.traffic import DOWN, UP, Ranks, Routing, TrafficMaker
+from ds_hybridep.simulate.traffic import DOWN, UP, Ranks, SimulatedRouting, TrafficMaker
 
 MAX_FULL_RANKS = 512  # beyond, a simulation rank by rank takes too much memory
 LEAST_ERROR, MOST_ERROR = 0.005, 10.0  # of rounded attributes, a share
@@ -46,7 +46,7 @@ class SimulatedStep:
     sent_bytes: tuple[Mapping[Kind, float], ...]
     num_classes: int
     quantisation: float
-    spans: Mapping[int, Sequence[Span]]
+    spans: Mapping[int, Sequence[TraceSpan]]
 
     def uplink_bytes(self, cluster: Cluster) -> tuple[Mapping[Kind, float], ...]:
         """Bytes by kind over one child's uplink of each level, on average."""
@@ -79,13 +79,13 @@ def simulate(scenario: Scenario, *, is_reduced: bool = True, traced_ranks: Seque
     patterns = {peers: ranks.groups(peers) for peers in peers_in(program) if not peers.is_ring}
     *uplinks, slowdowns = _factors(scenario)
     priced, num_levels = routing_of(layout, workload), len(uplinks)  # its fullest rank is that of the program
-    routing = Routing.of(ranks, priced)
+    routing = SimulatedRouting.of(ranks, priced)
     exact = [*uplinks, slowdowns, routing.pairs, *routing.chances, *routing.near_chances]
     found, classes, error = _with_few_classes(cluster, exact, patterns, is_reduced=is_reduced)
     slowdowns, pairs, *chances = found[num_levels:]
     maker = TrafficMaker(
         ranks,
-        Routing(tuple(chances[:num_levels]), pairs, tuple(chances[num_levels:])),
+        SimulatedRouting(tuple(chances[:num_levels]), pairs, tuple(chances[num_levels:])),
         classes,
         is_fair_to_flows=scenario.is_fair_to_flows,
     )

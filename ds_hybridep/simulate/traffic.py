@@ -11,7 +11,7 @@ import numpy as np
 from ds_hybridep.plan import routing as planned
 from ds_hybridep.plan.cluster import Cluster, unflatten
 from ds_hybridep.plan.layout import Layout
-from ds_hybridep.plan.program import Peers, PlacePart, Stage
+from ds_hybridep.plan.program import MessageStage, Peers, PlacePart
 from ds_hybridep.simulate.classes import RankClasses
 from ds_hybridep.simulate.flows import Floats, Flows, Ints
 
@@ -58,7 +58,7 @@ def numbered(columns: Sequence[Ints]) -> Ints:
 
 
 @dataclass(frozen=True)
-class Routing:
+class SimulatedRouting:
     """How many rows go where.
 
     chances: per level, [num_ranks] chance that a token needs an expert of any domain that shares the coordinates of
@@ -74,7 +74,7 @@ class Routing:
     near_chances: tuple[Floats, ...] = ()
 
     @classmethod
-    def of(cls, ranks: Ranks, found: planned.Routing) -> "Routing":
+    def of(cls, ranks: Ranks, found: planned.Routing) -> "SimulatedRouting":
         """What the planner has found for the ranks of one group, for all ranks."""
         of_rank = numbered_in_group(ranks)
         pairs = [found.chances(level + 1) for level in range(len(found.spans))]
@@ -94,7 +94,7 @@ def numbered_in_group(ranks: Ranks) -> Ints:
 
 
 @dataclass(frozen=True)
-class Traffic:
+class StageTraffic:
     """Flows of a stage, and the bytes that all ranks send in it over each level."""
 
     flows: Flows
@@ -104,12 +104,14 @@ class Traffic:
 class TrafficMaker:
     """Makes flows between classes of ranks; is_fair_to_flows is that of `Scenario`."""
 
-    def __init__(self, ranks: Ranks, routing: Routing, classes: RankClasses, *, is_fair_to_flows: bool = True) -> None:
+    def __init__(
+        self, ranks: Ranks, routing: SimulatedRouting, classes: RankClasses, *, is_fair_to_flows: bool = True
+    ) -> None:
         self._ranks, self.cluster, self.classes = ranks, ranks.cluster, classes
         self._far = tuple(chance[classes.examples] for chance in routing.chances)
         self._near = tuple(chance[classes.examples] for chance in routing.near_chances)
         self._is_fair_to_flows = is_fair_to_flows
-        self._known: dict[Stage, Traffic] = {}
+        self._known: dict[MessageStage, StageTraffic] = {}
 
     @cached_property
     def first_link(self) -> tuple[int, ...]:
@@ -126,13 +128,13 @@ class TrafficMaker:
         """Indices of the links of classes of children."""
         return self.first_link[level] + 2 * child_class + direction
 
-    def traffic_of(self, stage: Stage) -> Traffic:
+    def traffic_of(self, stage: MessageStage) -> StageTraffic:
         """The flows of a stage."""
         if stage not in self._known:
             self._known[stage] = self._ring(stage) if stage.peers.is_ring else self._between_peers(stage)
         return self._known[stage]
 
-    def _between_peers(self, stage: Stage) -> Traffic:
+    def _between_peers(self, stage: MessageStage) -> StageTraffic:
         """Every rank sends to all of its peers."""
         classes, levels = self.classes, stage.peers.levels
         peers = np.stack(classes.peers[stage.peers])
@@ -158,7 +160,7 @@ class TrafficMaker:
             entry_link=link,
             entry_load=load,
         )
-        return Traffic(flows, tuple(sent.tolist()))
+        return StageTraffic(flows, tuple(sent.tolist()))
 
     def _chances_over(self, levels: Sequence[int]) -> Floats:
         """[levels, classes] mean chance that a token of a rank at this distance goes to a rank of each class."""
@@ -186,7 +188,7 @@ class TrafficMaker:
                 load.append(classes.ranks_below[level][child, ends[crossing]] * counts[crossing].astype(np.float64))
         return np.concatenate(flow), np.concatenate(link), np.concatenate(load)
 
-    def _ring(self, stage: Stage) -> Traffic:
+    def _ring(self, stage: MessageStage) -> StageTraffic:
         """Rings of all peers, in rank order; all run in step, as one flow.  Each ring leaves a child by one edge."""
         sizes, num_levels, edge_bytes = self.cluster.sizes, len(self.cluster.sizes), stage.fixed_bytes[0]
         spans = stage.peers.numbers(self._ranks.layout, sizes)
@@ -210,4 +212,4 @@ class TrafficMaker:
             entry_load=np.concatenate(load),
         )
         num_rings = self.cluster.num_ranks // math.prod(spans)
-        return Traffic(flows, tuple(num_rings * count * edge_bytes for count in edges))
+        return StageTraffic(flows, tuple(num_rings * count * edge_bytes for count in edges))

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from ds_hybridep.errors import CommunicationError
-from ds_hybridep.link import BULK, TLS, URGENT, Address, Channel, Handle, Link
+from ds_hybridep.link import BULK, TLS, URGENT, Address, Handle, Link, LinkChannel
 from ds_hybridep.sites.patience import Patience
 
 DIGEST_BYTES = 8  # of a hash of weights
@@ -43,7 +43,7 @@ class Incoming:
     sizes: bytes of its packets.  agreed: what it sends to observers once all members have agreed.
     """
 
-    def __init__(self, channel: Channel, rank: int, sizes: Sequence[int], agreed: Handle | None = None) -> None:
+    def __init__(self, channel: LinkChannel, rank: int, sizes: Sequence[int], agreed: Handle | None = None) -> None:
         self._agreed = agreed
         self.packets = torch.empty(sum(sizes), dtype=torch.uint8)  # one after the other
         self._sizes = list(sizes)

@@ -38,7 +38,7 @@ _CALL = {"step": int, "complete": bool, "is_ready": bool, "missed": list, "addre
 
 
 @dataclass
-class Site:
+class KnownSite:
     """A site as the meeting point knows it."""
 
     name: str
@@ -59,7 +59,7 @@ class Meeting:
     """Who is there, and what is agreed; knows nothing of connections.  `tick` and all events run in one thread."""
 
     def __init__(self, log: Callable[[str], None] = lambda _: None) -> None:
-        self.sites: dict[str, Site] = {}
+        self.sites: dict[str, KnownSite] = {}
         self.epoch = 0
         self.members: list[str] = []  # of this epoch, in the order of `names`
         self.observers: list[str] = []
@@ -78,7 +78,7 @@ class Meeting:
 
     # -- events -----------------------------------------------------------------------------------------------------
 
-    def hello(self, said: dict[str, Any], send: Callable[[dict[str, Any]], None]) -> tuple[Site | None, str]:
+    def hello(self, said: dict[str, Any], send: Callable[[dict[str, Any]], None]) -> tuple[KnownSite | None, str]:
         """Take a site in; returns it, or None and the reason."""
         self._drop_gone()
         name, names, instance = said["site"], said["names"], said["instance"]
@@ -114,14 +114,14 @@ class Meeting:
             self.members.remove(name)  # another process, which has the state of a start
         if name in self.observers and (known is None or known.instance != instance):
             self.observers.remove(name)
-        site = Site(name, instance, float(said["wait_s"]), send)
+        site = KnownSite(name, instance, float(said["wait_s"]), send)
         if known is not None and known.instance == instance:
             site.call = known.call
         self.sites[name] = site
         self._log(f"site '{name}' is here")
         return site, ""
 
-    def hear(self, site: Site, said: dict[str, Any]) -> None:
+    def hear(self, site: KnownSite, said: dict[str, Any]) -> None:
         """Take a message of a site.  Raises ValueError for one that makes no sense, or if the site was given up."""
         if self.sites.get(site.name) is not site:
             raise ValueError(f"site '{site.name}' was given up; it may come again")
@@ -136,11 +136,11 @@ class Meeting:
             self._remove(site, "has left")
             self.tick()
 
-    def lose(self, site: Site) -> None:
+    def lose(self, site: KnownSite) -> None:
         """A site's connection has ended; it may come back."""
         site.is_connected = False
 
-    def _remove(self, site: Site, why: str) -> None:
+    def _remove(self, site: KnownSite, why: str) -> None:
         if self.sites.get(site.name) is site:
             del self.sites[site.name]
             self._log(f"site '{site.name}' {why}")
@@ -179,10 +179,10 @@ class Meeting:
         there = [self.sites[name] for name in self.observers if name in self.sites]
         return any(site.is_connected and site.call is None for site in there)
 
-    def _is_newcomer(self, site: Site) -> bool:
+    def _is_newcomer(self, site: KnownSite) -> bool:
         return site.name not in self.members and site.call is not None and not site.call["is_ready"]
 
-    def _begin(self, calling: dict[str, Site]) -> None:
+    def _begin(self, calling: dict[str, KnownSite]) -> None:
         """The first epoch: all sites, or after a wait those that are there."""
         waited_s = time.monotonic() - self._first_call_at
         wait_s = max(site.wait_s for site in calling.values())
@@ -190,7 +190,7 @@ class Meeting:
         if len(calling) == len(self._names) or (is_enough and calling.keys() >= self.sites.keys()):
             self._form([name for name in self._names if name in calling], [])
 
-    def _go_on(self, calling: dict[str, Site]) -> None:
+    def _go_on(self, calling: dict[str, KnownSite]) -> None:
         there = [name for name in self.members if name in self.sites]
         waiting = [name for name in there if name not in calling]
         for name in waiting:  # they call before their next exchange
@@ -296,7 +296,7 @@ async def serve(
 
 async def _admit(
     meeting: Meeting, secret: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
-) -> Site | None:
+) -> KnownSite | None:
     """Return the site at the other end once it has proved the secret and is welcome, else None."""
     ours = protocol.challenge()
     writer.write(ours)

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ds_hybridep.codecs import Codec, PacketOrder, Patch
+from ds_hybridep.codecs import Codec, PacketOrder, PatchCodec
 from ds_hybridep.plan.slots import Span
 from ds_hybridep.sync.counters import CodecCounters
 from ds_hybridep.sync.feedback import Feedback
@@ -72,7 +72,7 @@ class ParameterCodecs(Feedback):
     def __init__(
         self,
         spans: Sequence[tuple[Span, ...]],
-        codecs: Mapping[int, Codec | Patch | None],
+        codecs: Mapping[int, Codec | PatchCodec | None],
         level_to: Sequence[int | None],
         own_slot: int,
         dtype: torch.dtype,
@@ -82,7 +82,7 @@ class ParameterCodecs(Feedback):
         super().__init__([parts_of(slot) for slot in spans], nothing, counters, "weight")
         used = {level: codec for level, codec in codecs.items() if codec is not None}
         is_narrow = dtype in NARROW
-        self._patch = Patch(kernels=next(iter(used.values())).kernels) if is_narrow else None
+        self._patch = PatchCodec(kernels=next(iter(used.values())).kernels) if is_narrow else None
         self._mirror: Mirror | None = None
         if not is_narrow:
             lossy = {level: codec for level, codec in used.items() if isinstance(codec, Codec)}

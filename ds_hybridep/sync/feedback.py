@@ -8,7 +8,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from ds_hybridep.codecs import Codec, Patch
+from ds_hybridep.codecs import Codec, PatchCodec
 from ds_hybridep.sync.counters import CodecCounters
 from ds_hybridep.sync.gradients import GradientMemory
 from ds_hybridep.sync.messages import MessageLayout, PacketPart
@@ -31,7 +31,7 @@ class Encoding:
     sum_dtype: in which sums of gradients travel where no codec encodes them; None: that of the parameter.
     """
 
-    weight_codecs: tuple[Codec | Patch | None, ...]
+    weight_codecs: tuple[Codec | PatchCodec | None, ...]
     gradient_codecs: tuple[Codec | None, ...]
     master_of: Callable[[nn.Parameter], Tensor | None] = field(default=no_master, compare=False)
     loss_scale: Callable[[], float] = field(default=no_scale, compare=False)

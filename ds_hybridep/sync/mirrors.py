@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from ds_hybridep.codecs import Codec, PacketOrder, Patch
+from ds_hybridep.codecs import Codec, PacketOrder, PatchCodec
 from ds_hybridep.errors import PacketError
 from ds_hybridep.sync.home import Home
 from ds_hybridep.sync.messages import NARROW, MessageLayout, copy_to, load_states
@@ -158,7 +158,7 @@ class PatchSender:
 
     varies = True
 
-    def __init__(self, codec: Patch, sent: Sequence[Tensor] = (), step: int = 0) -> None:
+    def __init__(self, codec: PatchCodec, sent: Sequence[Tensor] = (), step: int = 0) -> None:
         self.codec, self.sent = codec, list(sent)
         self._step = step
 
@@ -185,7 +185,7 @@ class PatchReplica:
 
     varies = True
 
-    def __init__(self, codec: Patch, values: Sequence[Tensor], step: int = 0) -> None:
+    def __init__(self, codec: PatchCodec, values: Sequence[Tensor], step: int = 0) -> None:
         self._codec, self._values = codec, list(values)
         self._step = step
 

@@ -22,7 +22,7 @@ from ds_hybridep.transport.channels import Channel, Transport
 
 
 @dataclass(frozen=True)
-class Peer:
+class StagePeer:
     """A rank that differs from this one at one level only, and the slots whose weights pass between the two."""
 
     rank: int
@@ -35,7 +35,7 @@ class GatherStage:
     """One level at which the domain has several members; peers in the order of their offsets."""
 
     level: int
-    peers: tuple[Peer, ...]
+    peers: tuple[StagePeer, ...]
     weights: Channel | None = None  # None until `connect`
     gradients: Channel | None = None
 
@@ -68,7 +68,7 @@ def gather_stages(partition: Partition, rank: int, hot_level: int | None = None)
             offsets[level] = (offset,)
             held.append(travelling(itertools.product(*offsets), level))
         peers = [
-            Peer(peer, sends=held[own[level]], receives=held[offset])
+            StagePeer(peer, sends=held[own[level]], receives=held[offset])
             for offset, peer in enumerate(partition.gather_peers(rank, level))
             if peer != rank
         ]

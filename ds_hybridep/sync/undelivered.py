@@ -47,7 +47,7 @@ class Undelivered:
 
 
 @dataclass(frozen=True, eq=False)
-class Target:
+class GradientTarget:
     """A parameter of this rank that can take undelivered gradients: elements `start` to `stop` of `name`.
 
     share: one over the number of ranks that have the parameter and read all files of a checkpoint; None if each file
@@ -78,10 +78,10 @@ def stacked(layer: str, name: str) -> str:
 
 
 @dataclass(eq=False)
-class _Waiting:
+class _WaitingGradient:
     """What waits for the gradient of one parameter."""
 
-    target: Target
+    target: GradientTarget
     runs: list[Undelivered]
     is_added: bool = False  # to the gradient of the step that is under way
     handle: Any = None
@@ -106,7 +106,7 @@ class UndeliveredGradients:
 
     def __init__(
         self,
-        targets: Callable[[], Mapping[str, Target]],
+        targets: Callable[[], Mapping[str, GradientTarget]],
         num_ranks: int,
         is_boundary: Callable[[], bool],
         loss_scale: Callable[[], float],
@@ -114,12 +114,12 @@ class UndeliveredGradients:
     ) -> None:
         self._find_targets, self._num_ranks, self._changes = targets, num_ranks, changes
         self._is_boundary, self._loss_scale = is_boundary, loss_scale
-        self._waiting: list[_Waiting] = []
+        self._waiting: list[_WaitingGradient] = []
         self.is_in_use = False  # equal on all ranks: whether anything was handed over
 
-    def _targets(self) -> dict[str, list[Target]]:
+    def _targets(self) -> dict[str, list[GradientTarget]]:
         """Return this rank's parameters by name."""
-        found: dict[str, list[Target]] = {}
+        found: dict[str, list[GradientTarget]] = {}
         for target in self._find_targets().values():
             found.setdefault(target.name, []).append(target)
         return found
@@ -158,8 +158,8 @@ class UndeliveredGradients:
                     values = values.to(target.parameter.device, torch.float32, copy=True)
                     waiting.add(Undelivered(target.name, first, values))
 
-    def _wait_at(self, target: Target) -> _Waiting:
-        parameter, waiting = target.parameter, _Waiting(target, [])
+    def _wait_at(self, target: GradientTarget) -> _WaitingGradient:
+        parameter, waiting = target.parameter, _WaitingGradient(target, [])
         is_trained = parameter.requires_grad
         parameter.requires_grad_(True)  # a frozen one takes no hook, and may be trained again
         waiting.handle = parameter.register_hook(partial(self._add_to, waiting))
@@ -167,7 +167,7 @@ class UndeliveredGradients:
         self._waiting.append(waiting)
         return waiting
 
-    def _add_to(self, waiting: _Waiting, gradient: Tensor) -> Tensor | None:
+    def _add_to(self, waiting: _WaitingGradient, gradient: Tensor) -> Tensor | None:
         if waiting.is_added or not self._is_boundary() or not accumulates(waiting.target.parameter):
             return None  # torch.autograd.grad, for one, returns a gradient that no step uses
         waiting.is_added = True
@@ -185,14 +185,14 @@ class UndeliveredGradients:
         self._changes.note(waiting, undo, partial(self._added, waiting, rest))
         return total.to(gradient.dtype)
 
-    def _added(self, waiting: _Waiting, rest: Tensor | None) -> None:
+    def _added(self, waiting: _WaitingGradient, rest: Tensor | None) -> None:
         """The step was applied: only `rest`, flat, still waits."""
         if rest is None or not bool(rest.any()):
             self._drop(waiting)
         else:
             waiting.is_added, waiting.runs = False, [Undelivered(waiting.target.name, waiting.target.start, rest)]
 
-    def _drop(self, waiting: _Waiting) -> None:
+    def _drop(self, waiting: _WaitingGradient) -> None:
         waiting.handle.remove()
         if waiting in self._waiting:
             self._waiting.remove(waiting)

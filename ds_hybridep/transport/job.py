@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from ds_hybridep.config import HybridEPConfig
 from ds_hybridep.errors import CommunicationError, UnsupportedError
-from ds_hybridep.link import Options
+from ds_hybridep.link import LinkOptions
 
 # For rooms that do not call torch.distributed.
 own_rank, world_size, meet = dist.get_rank, dist.get_world_size, dist.barrier
@@ -106,7 +106,7 @@ def backends_of(config: HybridEPConfig, device: torch.device) -> tuple[str, ...]
     Raises UnsupportedError if a backend or a level's congestion control is missing.
     """
     for index, level in enumerate(config.levels):
-        if (control := level.congestion_control) is not None and (refusal := Options(1, control).why_refused()):
+        if (control := level.congestion_control) is not None and (refusal := LinkOptions(1, control).why_refused()):
             raise UnsupportedError(
                 f'hybridep.levels[{index}].congestion_control is "{control}", but this system does not permit it '
                 f"({refusal}); load the module tcp_{control} and add {control} to "

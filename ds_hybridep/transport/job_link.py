@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from ds_hybridep.config import HybridEPConfig
 from ds_hybridep.errors import AgreementError, ConfigError
-from ds_hybridep.link import SILENT_S, TLS, Address, Link, Options, State, read_secret
+from ds_hybridep.link import SILENT_S, TLS, Address, Link, LinkOptions, State, read_secret
 from ds_hybridep.plan.cluster import Cluster
 from ds_hybridep.transport.job import job_store, read_note
 from ds_hybridep.transport.waits import waiting
@@ -53,7 +53,7 @@ def open_link(cluster: Cluster, generation: int, settings: LinkSettings) -> "Job
     Each call needs a call of `JobLink.leave`.  generation: as in `Transport`.
     Raises CommunicationError if no port is free.
     """
-    options = [Options(level.link.connections, level.link.congestion_control) for level in cluster.levels]
+    options = [LinkOptions(level.link.connections, level.link.congestion_control) for level in cluster.levels]
     with _lock:
         for link in _links:  # none that was left to this process's parent by a fork
             if link.num_users and not link.is_closed and (link.options, link.settings) == (options, settings):
@@ -77,7 +77,7 @@ class JobLink(Link):
     options: of connections over each level.  secret: of the job, for settings that have none.
     """
 
-    def __init__(self, options: Sequence[Options], settings: LinkSettings, secret: bytes) -> None:
+    def __init__(self, options: Sequence[LinkOptions], settings: LinkSettings, secret: bytes) -> None:
         super().__init__(
             dist.get_rank(), dist.get_world_size(), secret=settings.secret or secret, host=own_host(),
             ports=settings.ports, tls=settings.tls, timeout_s=max(settings.timeout_s, 2 * SILENT_S),

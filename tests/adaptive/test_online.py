@@ -16,7 +16,7 @@ from ds_hybridep.adaptive.pulse import StepWatch
 from ds_hybridep.adaptive.rates import assumed_patch
 from ds_hybridep.config import parse_config
 from ds_hybridep.config_codecs import PATCH
-from ds_hybridep.plan.cluster import Cluster, Level, Link
+from ds_hybridep.plan.cluster import Cluster, Level, LinkSpeed
 from ds_hybridep.plan.costs import row_counts
 from ds_hybridep.plan.layout import IDENTITY, CodecCost, Rates
 from ds_hybridep.plan.stream_model import StepPrediction
@@ -31,7 +31,7 @@ INT8 = CodecCost("int8", ratio=4.0)
 
 
 def job(mbit=100.0, tokens=1024, zero_stage=1, rates=RATES):
-    levels = (Level("dc", 2, Link(mbit * 1e6 / 8, 0.0)), Level("gpu", 2, Link(1e10, 0.0)))
+    levels = (Level("dc", 2, LinkSpeed(mbit * 1e6 / 8, 0.0)), Level("gpu", 2, LinkSpeed(1e10, 0.0)))
     workload = Workload(
         model=MODEL, tokens_per_rank=tokens, param_bytes=4, zero_stage=zero_stage, capacity_factor=1.25
     )

@@ -15,7 +15,7 @@ from ds_hybridep.adaptive.probe import REPETITIONS, SHORT_S, WIRE_FACTOR, LinkPr
 from ds_hybridep.commands.probe import better_of, cluster_file, read_levels, with_connections
 from ds_hybridep.config import parse_config
 from ds_hybridep.errors import ConfigError
-from ds_hybridep.plan.cluster import Cluster, Level, Link
+from ds_hybridep.plan.cluster import Cluster, Level, LinkSpeed
 
 SIZES = [(2, 2), (4, 1), (1, 4), (2, 1, 2)]
 
@@ -71,7 +71,7 @@ def test_every_level_with_neighbours_is_measured_alike_on_all_ranks(pool4: Proce
     assert all(other == found for other, _ in results)  # every rank has the same numbers
     for index, level in enumerate(found.levels):
         if sizes[index] == 1:
-            assert level.link == Link()
+            assert level.link == LinkSpeed()
             assert all(sent[index] == 0 for _, sent in results)
             continue
         assert level.link.bandwidth_bytes_per_s > 0
@@ -141,7 +141,7 @@ def test_a_link_is_another_one_only_where_no_burst_is_about_as_fast_as_before():
     assert seconds[-1] >= SHORT_S / 2
 
 
-FOUND = Cluster((Level("dc", 2, Link(12_500_000.0, 0.01)), Level("gpu", 1)))
+FOUND = Cluster((Level("dc", 2, LinkSpeed(12_500_000.0, 0.01)), Level("gpu", 1)))
 
 
 @pytest.mark.parametrize(("name", "load"), [("cluster.yaml", yaml.safe_load), ("cluster.json", json.loads)])
@@ -156,9 +156,9 @@ def test_the_file_is_a_cluster_file(tmp_path, name, load):
     assert config.levels[1].bandwidth_gbps is None
 
 
-@pytest.mark.parametrize("other", [Link(connections=8), Link(congestion_control="bbr")])
+@pytest.mark.parametrize("other", [LinkSpeed(connections=8), LinkSpeed(congestion_control="bbr")])
 def test_other_connections_are_chosen_for_long_links_that_gain_by_them(tmp_path, other):
-    long, short = Level("dc", 2, Link(1e6, 0.05)), Level("gpu", 2, Link(1e9, 0.0001))
+    long, short = Level("dc", 2, LinkSpeed(1e6, 0.05)), Level("gpu", 2, LinkSpeed(1e9, 0.0001))
     tried = with_connections(Cluster((long, short)), other)
     assert [level.link.connections for level in tried.levels] == [other.connections, 1]
     assert [level.link.congestion_control for level in tried.levels] == [other.congestion_control, None]

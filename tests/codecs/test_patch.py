@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from on_device import on_cuda
 
-from ds_hybridep.codecs import Patch
+from ds_hybridep.codecs import PatchCodec
 from ds_hybridep.codecs import patch as patch_module
 from ds_hybridep.codecs import patch_format as form
 from ds_hybridep.errors import PacketError
@@ -27,7 +27,7 @@ BLOCK, SEGMENT, GUARD = form.BLOCK, form.SEGMENT, 64
 def patch(request):
     """The codec with one kind of kernels.  "emulated" are those for CUDA run on the CPU, "cuda" those on a GPU."""
     if request.param in ("reference", "compiled"):
-        yield Patch(kernels=request.param)
+        yield PatchCodec(kernels=request.param)
         return
     if request.param == "cuda":
         chosen = on_cuda(build.load_codec_kernels("compiled", "cuda"))
@@ -39,7 +39,7 @@ def patch(request):
 
     with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setattr(patch_module, "load_codec_kernels", load)
-        yield Patch(kernels="compiled")
+        yield PatchCodec(kernels="compiled")
 
 
 def bits_of(weights):
@@ -90,7 +90,7 @@ def assert_exact(patch, old, new):
     """Returns the packet, which is the definition's."""
     packet = encoded(patch, old, new)
     assert torch.equal(bits_of(decoded(patch, packet, old)), bits_of(new))
-    assert torch.equal(packet, encoded(Patch(kernels="reference"), old, new))
+    assert torch.equal(packet, encoded(PatchCodec(kernels="reference"), old, new))
     return packet
 
 
@@ -219,7 +219,7 @@ def test_a_sequence_of_packets(patch):
 
 @pytest.mark.parametrize("n", [0, 1, 2, 100, 4096, 100_000, SEGMENT + 1])
 def test_no_packet_is_much_longer_than_its_values(n):
-    patch, every = Patch(), torch.randint(2**16, (2, n), generator=torch.Generator().manual_seed(0))
+    patch, every = PatchCodec(), torch.randint(2**16, (2, n), generator=torch.Generator().manual_seed(0))
     old, new = (from_bits(bits, torch.bfloat16) for bits in every)
     length = len(encoded(patch, old, new))
     assert length <= patch.max_bytes(n) <= 1.01 * 2 * n + 34
@@ -237,7 +237,7 @@ def test_packets_are_smaller_than_the_entropy_of_the_change(step):
     moves = form.place_in_order(bits_of(new).long() & 0xFFFF) - form.place_in_order(bits_of(old).long() & 0xFFFF)
     shares = moves.unique(return_counts=True)[1] / len(moves)
     entropy = float(-(shares * shares.log2()).sum())
-    assert 8 * len(encoded(Patch(), old, new)) / len(old) < 0.9 * entropy
+    assert 8 * len(encoded(PatchCodec(), old, new)) / len(old) < 0.9 * entropy
 
 
 def test_the_order_of_numbers_is_theirs():

@@ -16,7 +16,7 @@ from ds_hybridep.config import AdvancedConfig, HybridEPConfig, LevelConfig, pars
 from ds_hybridep.config_codecs import IDENTITY, PATCH, describe_codec, recommended_codecs
 from ds_hybridep.config_messages import MINIMAL_BLOCK
 from ds_hybridep.errors import ConfigError, PlanError
-from ds_hybridep.plan.cluster import Cluster, Level, Link
+from ds_hybridep.plan.cluster import Cluster, Level, LinkSpeed
 
 DC = {"name": "dc", "size": 2, "bandwidth_gbps": 1.0, "latency_ms": 20, "domain_size": 2}
 GPU = {"name": "gpu", "size": 4}
@@ -63,7 +63,10 @@ def test_everything_given_is_kept():
 
 def test_cluster_is_in_bytes_and_seconds():
     assert parse(BLOCK).cluster() == Cluster(
-        (Level("dc", 2, Link(bandwidth_bytes_per_s=1.25e8, latency_s=0.02)), Level("gpu", 4, Link(None, None)))
+        (
+            Level("dc", 2, LinkSpeed(bandwidth_bytes_per_s=1.25e8, latency_s=0.02)),
+            Level("gpu", 4, LinkSpeed(None, None)),
+        )
     )
 
 

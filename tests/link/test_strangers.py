@@ -13,7 +13,7 @@ from link_pair import LIMIT_S, content, linked, linked_through_proxy, make_certi
 
 import ds_hybridep.link.door as doors
 from ds_hybridep.errors import CommunicationError, ConfigError
-from ds_hybridep.link import TLS, Options
+from ds_hybridep.link import TLS, LinkOptions
 from ds_hybridep.link.trust import MAGIC
 from ds_hybridep.link.wire import HEADER
 
@@ -112,7 +112,7 @@ def test_a_wrong_secret_is_named_where_it_was_given_and_the_job_goes_on():
 def test_another_job_with_the_same_secret_is_refused(settings):
     with linked() as links, traffic(links):
         other = make_link(1, settings.get("world_size", 2))
-        options = Options(connections=settings.get("connections", 1))
+        options = LinkOptions(connections=settings.get("connections", 1))
         with pytest.raises(CommunicationError, match="differ in ranks, number of ranks or number of connections"):
             other.connect({0: links[0].address}, options)
         other.close()

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from plan_cases import TOY, toy
 
-from ds_hybridep.plan.cluster import Cluster, Level, Link
+from ds_hybridep.plan.cluster import Cluster, Level, LinkSpeed
 from ds_hybridep.plan.layout import Rates
 from ds_hybridep.plan.pipeline import pipelines, schedule_s
 from ds_hybridep.plan.rivals import without_domains
@@ -75,7 +75,7 @@ def test_running_ahead_hides_the_way_over_a_slow_border():
 
 def test_bytes_and_memory_of_a_pipeline():
     workload = toy(param_bytes=2, zero_stage=1, micro_steps=2, is_checkpointed=True)
-    cluster = Cluster((Level("dc", 2, Link(1e6, 0.01)), Level("gpu", 2, Link(1e9, 0.0))))
+    cluster = Cluster((Level("dc", 2, LinkSpeed(1e6, 0.01)), Level("gpu", 2, LinkSpeed(1e9, 0.0))))
     rates, inside = Rates(flops_per_s=1e9), without_domains((2,))
     whole = predict(Cluster(cluster.levels[1:]), inside, workload, rates)
     one, two, three = pipelines(cluster, inside, workload, rates, whole)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from ds_hybridep.commands.question import add_arguments, read_question
 from ds_hybridep.config import parse_config
 from ds_hybridep.errors import PlanError
-from ds_hybridep.plan.cluster import Cluster, Level, Link
+from ds_hybridep.plan.cluster import Cluster, Level, LinkSpeed
 from ds_hybridep.plan.hot_gain import hot_gain
 from ds_hybridep.plan.layout import BY_DEEPSPEED, IDENTITY, CodecCost, ExpertGroup, LevelCodecs, Rates
 from ds_hybridep.plan.model_sizes import model_from_mapping
@@ -32,7 +32,7 @@ LOW_RANK = CodecCost("low_rank", 25.0, encode_bytes_per_s=2e11, decode_bytes_per
 def cluster_of(sizes, gbps, latency_s=0.0):
     names = {1: ["gpu"], 2: ["dc", "gpu"], 3: ["dc", "node", "gpu"], 4: ["dc", "pod", "node", "gpu"]}[len(sizes)]
     parts = zip(names, sizes, gbps, strict=True)
-    return Cluster(tuple(Level(name, size, Link(1e9 * rate / 8, latency_s)) for name, size, rate in parts))
+    return Cluster(tuple(Level(name, size, LinkSpeed(1e9 * rate / 8, latency_s)) for name, size, rate in parts))
 
 
 def question_of(name, sizes=(2, 8), gbps=(10, 800), latency_s=0.005, tokens=16384, **settings):

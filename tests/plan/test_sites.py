@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from ds_hybridep.plan.cluster import Cluster, Level, Link
+from ds_hybridep.plan.cluster import Cluster, Level, LinkSpeed
 from ds_hybridep.plan.layout import CodecCost, LevelCodecs, Rates
 from ds_hybridep.plan.planner import make_plan
 from ds_hybridep.plan.question import Question
@@ -25,7 +25,7 @@ OWNED = 4 * 8 * 2_000_000 / RANKS + 16_000_000 / RANKS  # parameters of a rank's
 def question_of(
     num_sites: int = 2, *, codecs: tuple[LevelCodecs, ...] = (LevelCodecs(),), **workload: int
 ) -> Question:
-    levels = Level("dc", num_sites, Link(BYTES_PER_S, DELAY_S)), Level("gpu", RANKS, Link(1e11, 0.0))
+    levels = Level("dc", num_sites, LinkSpeed(BYTES_PER_S, DELAY_S)), Level("gpu", RANKS, LinkSpeed(1e11, 0.0))
     return Question(
         cluster=Cluster(levels),
         workload=Workload(model=MODEL, tokens_per_rank=1000, param_bytes=2, **workload),
@@ -94,7 +94,7 @@ def test_sites_that_are_faster_are_named_with_the_reason() -> None:
 
 
 def test_a_cluster_of_one_level_has_no_sites() -> None:
-    question = replace(question_of(), cluster=Cluster((Level("gpu", 4, Link(1e9, 0.0)),)))
+    question = replace(question_of(), cluster=Cluster((Level("gpu", 4, LinkSpeed(1e9, 0.0)),)))
     assert not sites_in(question)
 
 

@@ -11,7 +11,7 @@ from plan_cases import TOY, cases, cluster_of, layout_of, toy
 
 from ds_hybridep.errors import PlanError
 from ds_hybridep.plan import costs
-from ds_hybridep.plan.cluster import Cluster, Level, Link
+from ds_hybridep.plan.cluster import Cluster, Level, LinkSpeed
 from ds_hybridep.plan.costs import COMPACT_BYTES, HOST_BYTES_PER_S, ranks_below, row_counts
 from ds_hybridep.plan.layout import BY_DEEPSPEED, CodecCost, ExpertGroup, Layout, LevelCodecs, Rates
 from ds_hybridep.plan.memory import memory_of
@@ -241,7 +241,7 @@ def one_way(num_layers, transfer_s, compute_s, **settings):
         dense_shapes=((num_layers,),), active_dense_params=num_layers,
     )  # fmt: skip
     workload = Workload(model=model, tokens_per_rank=1, param_bytes=1, trainable_dense_shapes=(), zero_stage=0)
-    cluster = Cluster((Level("dc", 2, Link(1000 / transfer_s, 0.0)),))
+    cluster = Cluster((Level("dc", 2, LinkSpeed(1000 / transfer_s, 0.0)),))
     return predict(cluster, layout_of((2,), (2,), **settings), workload, Rates(flops_per_s=2 / compute_s,
                                                                               expert_flops_per_s=FAST))  # fmt: skip
 
@@ -265,7 +265,7 @@ def test_fast_links_hide_all_but_the_first_packet(monkeypatch):
 
 def test_rows_share_a_link_with_packets_in_flight():
     """Half-size domains on one level: rows and packets cross the same uplink, and take as long as their sum."""
-    cluster = Cluster((Level("dc", 4, Link(1e6, 0.0)),))
+    cluster = Cluster((Level("dc", 4, LinkSpeed(1e6, 0.0)),))
     layout, workload = layout_of((4,), (2,)), toy(tokens_per_rank=2000)
     prediction = predict(cluster, layout, workload, Rates(flops_per_s=FAST))
     assert prediction.step_s == pytest.approx(prediction.level_bytes(0) / 1e6, rel=1e-3)
@@ -458,7 +458,7 @@ def test_a_pass_of_a_ring_ends_when_the_block_with_the_longest_way_has_arrived(s
     longest_s = max(sum(hops[(start + hop) % len(hops)] for hop in range(len(hops) - 1)) for start in range(len(hops)))
 
     def sync_s(latencies):
-        levels = (Level(f"{i}", n, Link(1e9, s)) for i, (n, s) in enumerate(zip(sizes, latencies, strict=True)))
+        levels = (Level(f"{i}", n, LinkSpeed(1e9, s)) for i, (n, s) in enumerate(zip(sizes, latencies, strict=True)))
         layout = layout_of((1,) * len(sizes), (1,) * len(sizes))
         workload = toy(zero_stage=1, model=dataclasses.replace(TOY, num_experts=1, top_k=1))
         return predict(Cluster(tuple(levels)), layout, workload, Rates(flops_per_s=FAST), BY_DEEPSPEED).terms_s[

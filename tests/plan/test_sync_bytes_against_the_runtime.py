@@ -18,7 +18,7 @@ from ds_hybridep.config_codecs import IDENTITY, PATCH, CodecConfig
 from ds_hybridep.plan import layout as plan
 from ds_hybridep.plan.cluster import Cluster, Level
 from ds_hybridep.plan.layout import CodecCost, ExpertGroup, Layout, LevelCodecs, Rates
-from ds_hybridep.plan.packets import Patches, packets_of
+from ds_hybridep.plan.packets import PatchSizes, packets_of
 from ds_hybridep.plan.stream_model import predict
 from ds_hybridep.plan.workload import MoEModel, Workload
 from ds_hybridep.simulate.scenario import Scenario
@@ -70,7 +70,7 @@ def cost_of(codec: CodecConfig, bits: float) -> CodecCost:
     if codec == IDENTITY:
         return plan.IDENTITY
     if codec == PATCH:
-        return CodecCost("patch", packets=Patches(bits), is_lossy=False)
+        return CodecCost("patch", packets=PatchSizes(bits), is_lossy=False)
     return CodecCost(codec.type, packets=packets_of(codec.model_dump()))
 
 

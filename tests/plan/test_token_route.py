@@ -6,10 +6,10 @@ from collections import Counter
 import pytest
 
 from ds_hybridep.errors import PlanError
-from ds_hybridep.plan.cluster import Cluster, Level, Link, known_or_assumed_bandwidths
+from ds_hybridep.plan.cluster import Cluster, Level, LinkSpeed, known_or_assumed_bandwidths
 from ds_hybridep.plan.partition import Partition
 from ds_hybridep.plan.token_route import (
-    Stage,
+    RouteStage,
     build_route,
     choose_exchange,
     expected_rows,
@@ -20,7 +20,7 @@ EXCHANGES = ("direct", "hierarchical")
 
 def cluster_of(*sizes, bandwidths=None, latencies=None):
     nothing = [None] * len(sizes)
-    links = [Link(b, s) for b, s in zip(bandwidths or nothing, latencies or nothing, strict=True)]
+    links = [LinkSpeed(b, s) for b, s in zip(bandwidths or nothing, latencies or nothing, strict=True)]
     return Cluster(
         tuple(Level(f"level{i}", size, link) for i, (size, link) in enumerate(zip(sizes, links, strict=True)))
     )
@@ -121,11 +121,11 @@ def test_direct_is_one_stage_to_all_peers_or_none(partition, num_experts):
 def test_the_drawn_example():
     stages = build_route(whole([2, 2], [1, 1]), 0, 4, "hierarchical")
     assert stages == (
-        Stage(level=0, ranks=(0, 2), self_index=0, expert_to_destination=(0, 0, 1, 1)),
-        Stage(level=1, ranks=(0, 1), self_index=0, expert_to_destination=(0, 1, 0, 1)),
+        RouteStage(level=0, ranks=(0, 2), self_index=0, expert_to_destination=(0, 0, 1, 1)),
+        RouteStage(level=1, ranks=(0, 1), self_index=0, expert_to_destination=(0, 1, 0, 1)),
     )
     assert build_route(whole([2, 2], [1, 1]), 2, 4, "direct") == (
-        Stage(level=None, ranks=(0, 1, 2, 3), self_index=2, expert_to_destination=(0, 1, 2, 3)),
+        RouteStage(level=None, ranks=(0, 1, 2, 3), self_index=2, expert_to_destination=(0, 1, 2, 3)),
     )
 
 

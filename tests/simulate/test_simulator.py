@@ -10,7 +10,7 @@ from plan_cases import TOY, cases, cluster_of, layout_of, toy
 
 from ds_hybridep.errors import PlanError
 from ds_hybridep.plan import routing as planned
-from ds_hybridep.plan.cluster import Cluster, Link
+from ds_hybridep.plan.cluster import Cluster, LinkSpeed
 from ds_hybridep.plan.layout import ExpertGroup, Rates, SyncModel
 from ds_hybridep.plan.partition import Partition
 from ds_hybridep.plan.program import Peers
@@ -19,7 +19,7 @@ from ds_hybridep.plan.stream_model import predict
 from ds_hybridep.plan.token_route import expected_rows
 from ds_hybridep.simulate.scenario import Deviation, Scenario
 from ds_hybridep.simulate.simulator import simulate
-from ds_hybridep.simulate.traffic import Ranks, Routing
+from ds_hybridep.simulate.traffic import Ranks, SimulatedRouting
 
 properties = settings(max_examples=40)
 rates_of_toy = Rates(flops_per_s=1e9)
@@ -36,7 +36,7 @@ def ordered_cases(draw):
     bandwidths = sorted(level.link.bandwidth_bytes_per_s for level in cluster.levels)
     latency_s = cluster.levels[0].link.latency_s
     levels = [
-        dataclasses.replace(level, link=Link(bandwidth, latency_s / 1000**index))
+        dataclasses.replace(level, link=LinkSpeed(bandwidth, latency_s / 1000**index))
         for index, (level, bandwidth) in enumerate(zip(cluster.levels, bandwidths, strict=True))
     ]
     return Cluster(tuple(levels)), layout, workload, dataclasses.replace(rates, overlap=1.0)
@@ -158,13 +158,13 @@ def test_rows_are_those_of_the_routing_models(top_k):
     cluster, layout = cluster_of(2, 3), layout_of((2, 3), (1, 1))
     model = dataclasses.replace(TOY, num_experts=12, top_k=top_k)
     ranks = Ranks.of(cluster, layout)
-    even = Routing.of(ranks, routing_of(layout, toy(model=model)))
+    even = SimulatedRouting.of(ranks, routing_of(layout, toy(model=model)))
     direct = expected_rows((2, 3), 12, top_k, 1, "direct")
     assert sum(direct) == pytest.approx(5 * even.chances[1][0])
     assert even.chances[0] * 1 == pytest.approx(expected_rows((2, 3), 12, top_k, 1, "hierarchical")[0])
     assert even.pairs == pytest.approx(top_k * 2 / 12)
     load = tuple(1.0 / (1 + expert) for expert in range(12))
-    uneven = Routing.of(ranks, planned.Routing(layout.spans, layout.domain_sizes, None, 0, 12, top_k, load))
+    uneven = SimulatedRouting.of(ranks, planned.Routing(layout.spans, layout.domain_sizes, None, 0, 12, top_k, load))
     for rank in range(6):
         experts = frozenset(range(2 * rank, 2 * rank + 2))
         assert uneven.chances[1][rank] == pytest.approx(chance_needed(load, experts, top_k), rel=1e-9)
@@ -262,7 +262,7 @@ def test_jitter_is_refused_where_ranks_are_too_many():
 def thousand_dcs(**settings):
     """1000 DCs of 8 GPUs, 16 layers, one expert on each GPU; 10 Gbit/s between DCs."""
     cluster = cluster_of(1000, 8, bandwidth=1.25e9, latency_s=0.01)
-    inner = dataclasses.replace(cluster.levels[1], link=Link(1.6e10, 1e-5))
+    inner = dataclasses.replace(cluster.levels[1], link=LinkSpeed(1.6e10, 1e-5))
     model = dataclasses.replace(TOY, num_experts=8000, num_moe_layers=16, hidden=1024, expert_shapes=((180_000,),))
     workload = toy(model=model, tokens_per_rank=8192)
     layout = layout_of((1000, 8), (settings.pop("domain_size", 1), 1))

@@ -9,11 +9,11 @@ from paper_closed_form import PaperCase, all_gather_s, all_to_all_s
 
 from ds_hybridep.plan.cluster import Cluster, Level
 from ds_hybridep.plan.layout import Layout, LevelCodecs
-from ds_hybridep.plan.program import Peers, Stage
+from ds_hybridep.plan.program import MessageStage, Peers
 from ds_hybridep.simulate.classes import merge_ranks
-from ds_hybridep.simulate.events import Engine, Operation, Post, Run, Wait
+from ds_hybridep.simulate.events import Engine, Operation, TimedPost, TimedRun, TimedWait
 from ds_hybridep.simulate.flows import Flows, fair_rates
-from ds_hybridep.simulate.traffic import Ranks, Routing, TrafficMaker
+from ds_hybridep.simulate.traffic import Ranks, SimulatedRouting, TrafficMaker
 
 properties = settings(max_examples=60)
 
@@ -88,14 +88,14 @@ def test_a_flow_without_links_is_not_limited():
 
 def test_one_flow_takes_latency_and_bytes_over_bandwidth():
     send = Operation("send", "tokens", flows_of(((0, 1), (0,), 50.0, 0.25)))
-    outcome = run([Post(0), Wait(0, "tokens")], [send])
+    outcome = run([TimedPost(0), TimedWait(0, "tokens")], [send])
     assert outcome.end_s.tolist() == [0.75, 0.75]
     assert outcome.seconds["tokens"].tolist() == [0.75, 0.75]
 
 
 def test_a_transfer_starts_when_both_ends_are_there():
     send = Operation("send", "tokens", flows_of(((0, 1), (0,), 50.0, 0.0)))
-    outcome = run([Run("compute", "", seconds(0.0, 2.0)), Post(0), Wait(0, "tokens")], [send])
+    outcome = run([TimedRun("compute", "", seconds(0.0, 2.0)), TimedPost(0), TimedWait(0, "tokens")], [send])
     assert outcome.end_s.tolist() == [2.5, 2.5]
     assert outcome.seconds["tokens"].tolist() == [2.5, 0.5]
 
@@ -103,14 +103,16 @@ def test_a_transfer_starts_when_both_ends_are_there():
 def test_two_operations_share_a_link_until_one_is_done():
     weights = Operation("weights", "weights", flows_of(((0,), (0,), 150.0, 0.0)))
     rows = Operation("rows", "tokens", flows_of(((0,), (0,), 50.0, 0.0)))
-    outcome = run([Post(0), Post(1), Wait(1, "tokens"), Wait(0, "weights")], [weights, rows], num_actors=1)
+    outcome = run(
+        [TimedPost(0), TimedPost(1), TimedWait(1, "tokens"), TimedWait(0, "weights")], [weights, rows], num_actors=1
+    )
     assert outcome.seconds["tokens"][0] == pytest.approx(1.0)  # half of the link for 50 bytes
     assert outcome.end_s[0] == pytest.approx(2.0)  # all bytes over the whole link
 
 
 def test_operations_of_a_channel_follow_each_other_and_latencies_overlap():
     packets = [Operation(f"packet {i}", "weights", flows_of(((0,), (0,), 100.0, 0.5))) for i in range(3)]
-    outcome = run([*map(Post, range(3)), Wait(0, "first"), Wait(2, "last")], packets, num_actors=1)
+    outcome = run([*map(TimedPost, range(3)), TimedWait(0, "first"), TimedWait(2, "last")], packets, num_actors=1)
     assert outcome.seconds["first"][0] == 1.5
     assert outcome.end_s[0] == 3.5
 
@@ -118,13 +120,15 @@ def test_operations_of_a_channel_follow_each_other_and_latencies_overlap():
 def test_an_operation_waits_for_the_arrival_of_the_one_before_it():
     outer = Operation("outer", "weights 0", flows_of(((0,), (0,), 100.0, 0.5)))
     inner = Operation("inner", "weights 1", flows_of(((0,), (1,), 100.0, 0.0)), after=0)
-    outcome = run([Post(0), Post(1), Wait(1, "weights")], [outer, inner], capacities=(100.0, 200.0), num_actors=1)
+    outcome = run(
+        [TimedPost(0), TimedPost(1), TimedWait(1, "weights")], [outer, inner], capacities=(100.0, 200.0), num_actors=1
+    )
     assert outcome.end_s[0] == 2.0
 
 
 def test_packets_flow_while_ranks_compute():
     packet = Operation("packet", "weights", flows_of(((0,), (0,), 100.0, 0.0)))
-    program = [Post(0), Run("compute", "", seconds(3.0)), Wait(0, "weights")]
+    program = [TimedPost(0), TimedRun("compute", "", seconds(3.0)), TimedWait(0, "weights")]
     assert run(program, [packet], num_actors=1).end_s[0] == 3.0
     # Where the cores that compute also send, the packet goes at a quarter of its rate meanwhile.
     assert run(program, [packet], num_actors=1, busy_share=0.25).end_s[0] == 3.25
@@ -135,12 +139,17 @@ def test_ranks_that_wait_for_each_other_for_ever_are_named():
     both = Operation("both", "tokens", flows_of(((0, 1), (0,), 1.0, 0.0)), after=1)
     never = Operation("never", "weights", flows_of(((0, 1), (0,), 1.0, 0.0)), after=0)
     with pytest.raises(AssertionError, match=r"actors \[0, 1\] wait for operations that never arrive"):
-        run([Post(0), Post(1), Wait(1, "tokens")], [both, never])
+        run([TimedPost(0), TimedPost(1), TimedWait(1, "tokens")], [both, never])
 
 
 def test_spans_tell_what_a_rank_did():
     packet = Operation("packet", "weights", flows_of(((0,), (0,), 100.0, 0.5)))
-    outcome = run([Post(0), Run("dense", "forward 0", seconds(2.0)), Wait(0, "w")], [packet], num_actors=1, traced=[0])
+    outcome = run(
+        [TimedPost(0), TimedRun("dense", "forward 0", seconds(2.0)), TimedWait(0, "w")],
+        [packet],
+        num_actors=1,
+        traced=[0],
+    )
     spans = [(span.stream, span.label, span.begin_s, span.end_s) for span in outcome.spans[0]]
     assert spans == [("weights", "packet", 0.0, 1.5), ("compute", "forward 0", 0.0, 2.0)]
 
@@ -154,7 +163,7 @@ def made(cluster, peers, *, is_reduced):
     ranks = Ranks.of(cluster, layout)
     ones = np.ones(cluster.num_ranks)
     classes = merge_ranks(cluster, {peers: ranks.groups(peers)}, [] if is_reduced else [np.cumsum(ones)])
-    return classes, TrafficMaker(ranks, Routing((ones,) * len(cluster.sizes), ones), classes)
+    return classes, TrafficMaker(ranks, SimulatedRouting((ones,) * len(cluster.sizes), ones), classes)
 
 
 @pytest.mark.parametrize("is_reduced", [True, False])
@@ -172,9 +181,9 @@ def test_an_all_to_all_and_an_all_gather_take_what_the_paper_says(num_gpus, is_r
         (case.token_bytes / num_gpus, all_to_all_s(case, 1.0)),
         (case.expert_bytes, all_gather_s(case, 0.0)),
     ):
-        traffic = maker.traffic_of(Stage(everyone, (num_bytes,), (0.0,), (num_bytes,), (0.0,)))
+        traffic = maker.traffic_of(MessageStage(everyone, (num_bytes,), (0.0,), (num_bytes,), (0.0,)))
         assert traffic.sent_bytes == (pytest.approx(num_gpus * (num_gpus - 1) * num_bytes),)
-        program = [Post(0), Wait(0, "tokens")]
+        program = [TimedPost(0), TimedWait(0, "tokens")]
         engine = Engine(capacities, classes.num_classes, program, [Operation("one", "tokens", traffic.flows)])
         assert engine.run().end_s == pytest.approx(np.full(classes.num_classes, expected_s), rel=1e-12)
 
@@ -187,8 +196,8 @@ def test_a_ring_takes_the_bytes_of_its_slowest_edge_and_the_way_around(is_reduce
     capacities = np.full(maker.num_links, 1000.0)
     capacities[: maker.first_link[1]] = 10.0
     around_s = 2 * (3 * 0.5 + 2 * 0.01)  # two passes
-    traffic = maker.traffic_of(Stage(ring, (20.0,) * 2, (0.0,) * 2, (20.0,) * 2, (around_s,) * 2))
+    traffic = maker.traffic_of(MessageStage(ring, (20.0,) * 2, (0.0,) * 2, (20.0,) * 2, (around_s,) * 2))
     assert traffic.sent_bytes == (60.0, 60.0)  # three edges between DCs, three inside
-    program = [Post(0), Wait(0, "sync")]
+    program = [TimedPost(0), TimedWait(0, "sync")]
     outcome = Engine(capacities, classes.num_classes, program, [Operation("ring", "sync", traffic.flows)]).run()
     assert outcome.end_s == pytest.approx(np.full(classes.num_classes, 20.0 / 10.0 + around_s))

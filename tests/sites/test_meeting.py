@@ -9,7 +9,7 @@ import pytest
 
 from ds_hybridep.commands.main import main
 from ds_hybridep.sites import meeting as meeting_module
-from ds_hybridep.sites.meeting import Meeting, Site
+from ds_hybridep.sites.meeting import KnownSite, Meeting
 from ds_hybridep.sites.member import Member
 
 NAMES = ["a", "b", "c"]
@@ -30,7 +30,7 @@ class Sites:
         self.names, self.clock = names, clock
         self.meeting = Meeting()
         self.heard: dict[str, list[dict[str, Any]]] = {}
-        self.known: dict[str, Site] = {}
+        self.known: dict[str, KnownSite] = {}
 
     def come(self, name: str, instance: str = "1", **more: Any) -> str:
         heard = self.heard[name] = []

@@ -12,7 +12,7 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
-from ds_hybridep.link import TLS, Fact, Link, Options, State
+from ds_hybridep.link import TLS, Fact, Link, LinkOptions, State
 
 SECRET = b"0123456789abcdef"
 LIMIT_S = 300.0
@@ -37,12 +37,12 @@ def connect_all(links: list[Link], addresses: list[tuple[str, int]] | None = Non
     """Connect links with each other; addresses: of all ranks, if not their own."""
     book = dict(enumerate(addresses or [link.address for link in links]))
     threads = [
-        threading.Thread(target=link.connect, args=(book, Options(connections=connections)), daemon=True)
+        threading.Thread(target=link.connect, args=(book, LinkOptions(connections=connections)), daemon=True)
         for link in links[1:]
     ]
     for thread in threads:
         thread.start()
-    links[0].connect(book, Options(connections=connections))
+    links[0].connect(book, LinkOptions(connections=connections))
     for thread in threads:
         thread.join(LIMIT_S)
 

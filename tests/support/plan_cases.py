@@ -6,9 +6,9 @@ import math
 
 from hypothesis import strategies as st
 
-from ds_hybridep.plan.cluster import Cluster, Level, Link, divisors
+from ds_hybridep.plan.cluster import Cluster, Level, LinkSpeed, divisors
 from ds_hybridep.plan.layout import IDENTITY, CodecCost, Layout, LevelCodecs, Rates
-from ds_hybridep.plan.packets import Blocks
+from ds_hybridep.plan.packets import BlockwiseSizes
 from ds_hybridep.plan.workload import MoEModel, Workload
 
 TOY = MoEModel(
@@ -19,7 +19,7 @@ TOY = MoEModel(
 
 def cluster_of(*sizes, bandwidth=1e6, latency_s=0.0):
     names = {1: ["gpu"], 2: ["dc", "gpu"], 3: ["dc", "node", "gpu"]}[len(sizes)]
-    links = [Link(bandwidth * 1e3**level, latency_s) for level in range(len(sizes))]
+    links = [LinkSpeed(bandwidth * 1e3**level, latency_s) for level in range(len(sizes))]
     return Cluster(tuple(Level(name, size, link) for name, size, link in zip(names, sizes, links, strict=True)))
 
 
@@ -35,12 +35,12 @@ def toy(**settings):
 def cases(draw):
     """A cluster of 1 to 3 levels with any links, a layout on it, a workload and rates."""
     sizes = draw(st.lists(st.sampled_from([1, 2, 3, 4]), min_size=1, max_size=3))
-    links = [Link(draw(st.floats(1e4, 1e10)), draw(st.sampled_from([0.0, 1e-4, 0.05]))) for _ in sizes]
+    links = [LinkSpeed(draw(st.floats(1e4, 1e10)), draw(st.sampled_from([0.0, 1e-4, 0.05]))) for _ in sizes]
     cluster = Cluster(tuple(Level(f"l{i}", n, link) for i, (n, link) in enumerate(zip(sizes, links, strict=True))))
     spans = tuple(draw(st.sampled_from(divisors(size))) for size in sizes)
     is_padded = draw(st.booleans())
     ours = tuple(draw(st.sampled_from(divisors(span))) for span in spans)
-    sized = CodecCost("int4", encode_bytes_per_s=2e9, packets=Blocks(4, 128))
+    sized = CodecCost("int4", encode_bytes_per_s=2e9, packets=BlockwiseSizes(4, 128))
     codec = st.sampled_from([IDENTITY, CodecCost("small", 20.0, 1e9, 5e8), sized])
     layout = Layout(
         spans=spans,

@@ -18,7 +18,7 @@ from ds_hybridep.sync.flat import parts_of
 from ds_hybridep.sync.gradients import GradientMemory, StepChanges, residual_of
 from ds_hybridep.sync.home import Home
 from ds_hybridep.sync.messages import MessageLayout, PacketPart
-from ds_hybridep.sync.undelivered import Target, Undelivered, UndeliveredGradients, collect, kept_back_in
+from ds_hybridep.sync.undelivered import GradientTarget, Undelivered, UndeliveredGradients, collect, kept_back_in
 
 CPU = torch.device("cpu")
 SHAPE = (2, 32, 40)
@@ -186,7 +186,10 @@ class Parameters:
     def __init__(self, num_ranks: int = 4) -> None:
         self.changes, self.is_boundary = StepChanges(), True
         self.dense, self.expert = (torch.nn.Parameter(torch.zeros(shape)) for shape in ((40,), (2, 2, 4)))
-        targets = {"a": Target("a", 0, 40, self.dense), "local": Target("moe w", 16, 32, self.expert, share=0.5)}
+        targets = {
+            "a": GradientTarget("a", 0, 40, self.dense),
+            "local": GradientTarget("moe w", 16, 32, self.expert, share=0.5),
+        }
         self.undelivered = UndeliveredGradients(
             lambda: targets, num_ranks, lambda: self.is_boundary, lambda: 2.0, self.changes
         )
@@ -261,7 +264,7 @@ def test_residuals_of_a_file_go_to_one_rank_and_those_of_experts_to_their_owners
 
 def test_undelivered_gradients_wait_on_the_device_of_their_parameter() -> None:
     parameter = torch.nn.Parameter(torch.zeros(4, device="meta"))
-    targets = {"a": Target("a", 0, 4, parameter)}
+    targets = {"a": GradientTarget("a", 0, 4, parameter)}
     undelivered = UndeliveredGradients(lambda: targets, 1, lambda: True, lambda: 1.0, StepChanges())
     undelivered.add([Undelivered("a", 0, torch.ones(4))])
     assert undelivered.records()[0].values.device == parameter.device

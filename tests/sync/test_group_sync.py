@@ -12,7 +12,7 @@ from moe_refs import open_transport
 from process_pool import ProcessPool
 from torch import distributed as dist
 
-from ds_hybridep.codecs import Patch
+from ds_hybridep.codecs import PatchCodec
 from ds_hybridep.plan.cluster import Cluster, Level
 from ds_hybridep.plan.slots import cut, even_bounds, whole
 from ds_hybridep.sync.dense import GroupSync
@@ -32,7 +32,7 @@ def open_group(sizes: tuple[int, ...], weights: list[Any], gradients: list[Any],
         Cluster(tuple(Level(f"level {at}", size) for at, size in enumerate(sizes))), timeout_s=100
     )
     transport.backends = tuple(backends) or transport.backends
-    made = [None if name is None else Patch() if name == "patch" else make_codec(name) for name in weights]
+    made = [None if name is None else PatchCodec() if name == "patch" else make_codec(name) for name in weights]
     sums = [None if name is None else make_codec(name) for name in gradients]
     return GroupSync(
         transport, range(math.prod(sizes)), "test", Encoding(tuple(made), tuple(sums)), StepChanges(), CPU

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import ds_hybridep
-from ds_hybridep.codecs import Patch
+from ds_hybridep.codecs import PatchCodec
 from ds_hybridep.errors import CommunicationError
 from ds_hybridep.kernels import load_kernels
 from ds_hybridep.sync.mirrors import PatchReplica, PatchSender
@@ -89,14 +89,14 @@ def gather_of(replica: PatchReplica, message: torch.Tensor) -> Gather:
 def test_a_patch_that_was_changed_is_refused_and_its_sender_named(changes, cut, is_of_other_step):
     old = torch.linspace(-1, 1, 300).bfloat16()
     new = old + torch.arange(300).remainder(7).eq(0).bfloat16() * 0.01
-    sender = PatchSender(Patch(kernels="reference"), [old.clone()], step=int(is_of_other_step))
+    sender = PatchSender(PatchCodec(kernels="reference"), [old.clone()], step=int(is_of_other_step))
     whole = sender.encode([new])[0]
     message = whole.clone()
     for place, change in changes:
         message[place % len(message)] ^= change
     message = message[: len(message) - cut] if cut else message
     held = old.clone()
-    gather = gather_of(PatchReplica(Patch(kernels="reference"), [held]), message)
+    gather = gather_of(PatchReplica(PatchCodec(kernels="reference"), [held]), message)
     if torch.equal(message, whole) and not is_of_other_step:
         gather._take_in()
         assert torch.equal(held, new)

@@ -21,7 +21,7 @@ from torch import distributed as dist
 
 from ds_hybridep.config import parse_config
 from ds_hybridep.errors import AgreementError, CommunicationError, ConfigError, UnsupportedError
-from ds_hybridep.plan.cluster import Cluster, Level, Link
+from ds_hybridep.plan.cluster import Cluster, Level, LinkSpeed
 from ds_hybridep.transport.agreement import agree, announcing_failure, hear, together
 from ds_hybridep.transport.channels import Purpose
 from ds_hybridep.transport.job import backends_of
@@ -238,7 +238,7 @@ SYSTEM_S_CHOICE = Path("/proc/sys/net/ipv4/tcp_congestion_control")
 
 def connect_by_level(wanted: str | None) -> dict[int, set[str]]:
     """Congestion controls of the connections with each rank."""
-    cluster = Cluster((Level("dc", 2, Link(congestion_control=wanted)), Level("gpu", 2)))
+    cluster = Cluster((Level("dc", 2, LinkSpeed(congestion_control=wanted)), Level("gpu", 2)))
     transport = open_transport(cluster, timeout_s=100)
     transport.channel("rows", (0, 1, 2, 3))
     dist.barrier()

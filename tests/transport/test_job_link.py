@@ -13,7 +13,7 @@ from torch import distributed as dist
 
 from ds_hybridep.config import parse_config
 from ds_hybridep.errors import ConfigError, HybridEPError
-from ds_hybridep.plan.cluster import Cluster, Level, Link
+from ds_hybridep.plan.cluster import Cluster, Level, LinkSpeed
 from ds_hybridep.transport.agreement import agree
 from ds_hybridep.transport.channels import Purpose, Transport
 from ds_hybridep.transport.job_link import LinkSettings
@@ -85,7 +85,7 @@ def test_engines_share_one_link(pool2: ProcessPool) -> None:
 def change_settings() -> tuple[bool, list[int]]:
     """Whether another time limit gives the same link, and how many connections another cluster's level has."""
     made = [Transport(TWO_DCS, LIMIT_S, agree({}, LIMIT_S), link=LinkSettings(one)) for one in (LIMIT_S, LIMIT_S + 1)]
-    several = Cluster((Level("dc", 2, Link(connections=3)),))
+    several = Cluster((Level("dc", 2, LinkSpeed(connections=3)),))
     made.append(Transport(several, LIMIT_S, agree({}, LIMIT_S), link=LinkSettings(LIMIT_S + 1)))
     for one in made:
         one.channel("rows", (0, 1))

@@ -14,7 +14,7 @@ from torch import distributed as dist
 from toy_model import ToyConfig
 
 import ds_hybridep
-from ds_hybridep.plan.cluster import Cluster, Level, Link
+from ds_hybridep.plan.cluster import Cluster, Level, LinkSpeed
 
 pytestmark = pytest.mark.dist
 
@@ -32,7 +32,7 @@ def exchange_at_random(seed: int, connections: int) -> list[Any]:
     from ds_hybridep.transport.channels import Purpose
 
     rank, random, wrong, error = dist.get_rank(), Random(seed), [], ""
-    link = Link(None, None, connections)
+    link = LinkSpeed(None, None, connections)
     transport = open_transport(Cluster((Level("dc", 2, link), Level("gpu", 1))), timeout_s=LIMIT_S)
     channel = transport.channel("several", (0, 1), background=True)
     sizes = {layer: [random.choice((1, 7, 300, 20_000)) for _ in range(random.randint(1, 3))] for layer in "abcd"}
