@@ -46,7 +46,7 @@ class KnownSite:
     wait_s: float
     send: Callable[[dict[str, Any]], None]
     is_connected: bool = True
-    heard_at: float = field(default_factory=time.monotonic)
+    heard_at: float = field(default_factory=lambda: time.monotonic())  # looked up at each call, for tests' clocks
     call: dict[str, Any] | None = None  # its call for a quorum, not answered yet
     was_told: bool = False  # that others wait for its call
 
