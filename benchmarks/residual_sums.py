@@ -24,9 +24,11 @@ import torch
 from benchmarks.common import Record, Records, codec_settings, table
 from ds_hybridep.codecs import make_codec
 from ds_hybridep.config_codecs import recommended_codecs
-from ds_hybridep.sync.gradients import GradientMemory, StepChanges
+from ds_hybridep.plan.slots import whole
+from ds_hybridep.sync.error_feedback import GradientReceiver, GradientSender
 from ds_hybridep.sync.home import Home
 from ds_hybridep.sync.messages import MessageLayout, PacketPart
+from ds_hybridep.sync.transaction import Transaction
 
 RECOMMENDED = recommended_codecs(2)
 CODECS: dict[str, Any] = {
@@ -45,26 +47,25 @@ def measure(spec: Any, kept: str, is_noisy: bool, num_steps: int) -> dict[str, f
     generator = torch.Generator().manual_seed(7)
     size = torch.exp(torch.rand(1, ROWS, COLS, generator=generator) * math.log(1e-4))
     mean = size * torch.sign(torch.randn(1, ROWS, COLS, generator=generator))
-    part = PacketPart(torch.Size((ROWS, COLS)), 1, ((("w", 0), ROWS * COLS),), KEPT[kept])
-    codec, changes = make_codec(codec_settings(spec)), StepChanges()
+    part = PacketPart(torch.Size((ROWS, COLS)), 1, (whole("w", (ROWS, COLS)),), KEPT[kept])
+    codec, transaction = make_codec(codec_settings(spec)), Transaction()
     layout, home = MessageLayout(codec, (part,)), Home(torch.device("cpu"))
-    sender = GradientMemory("measured", (codec,), home, changes, 0)
-    receiver = GradientMemory("measured", (codec,), home, StepChanges(), 1)
+    sender, receiver = GradientSender("measured 0 0", codec, home, transaction), GradientReceiver(Transaction())
     owed, arrived = (torch.zeros(1, ROWS, COLS, dtype=torch.float64) for _ in range(2))
     left = torch.zeros(1, ROWS, COLS)
     for _ in range(num_steps):
         noise = torch.randn(1, ROWS, COLS, generator=generator) if is_noisy else torch.zeros(())
         gradient = (mean * (1 + noise)).bfloat16().float()
-        message = sender.encode(0, layout, [gradient], 1.0)
+        message = sender.encode(layout, [gradient], 1.0)
         delivered = torch.zeros(1, ROWS, COLS)
-        receiver.add(0, 0, layout, message, [delivered], 1.0)
-        changes.commit()
+        receiver.add(layout, message, [delivered], 1.0)
+        transaction.commit()
         if kept == "bf16, nearest":
-            for piece in sender.sent.values():
-                piece.residual.copy_(piece.residual.bfloat16())
+            for residual in sender.residuals:
+                residual.copy_(residual.bfloat16())
         arrived += delivered
         owed += gradient
-        left = sender.value(next(iter(sender.sent.values())))
+        left = sender.residual(part.spans[0])
     error = (arrived + left.view_as(arrived) - owed) / (num_steps * mean)
     return {
         "most": float(error.abs().max()), "mean": float(error.mean()), "small": float(error[size < 3e-4].mean()),

@@ -69,7 +69,7 @@ def kept_tensors(engine: Any) -> tuple[int, int]:
     """Number and bytes of the residuals of dense parameters on this rank."""
     memories = [sync.memory for sync in runtime_of(engine).syncs.values()]
     parts = [part for memory in memories for part in (memory.sums, memory.results, memory.rounded)]
-    kept = [tensor for part in parts for piece in part.sent.values() for tensor in piece.tensors]
+    kept = [tensor for part in parts for tensor in part.residuals]
     return len(kept), sum(tensor.nbytes for tensor in kept)
 
 

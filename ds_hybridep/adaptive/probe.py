@@ -24,8 +24,8 @@ from torch import Tensor
 from ds_hybridep.plan.cluster import Cluster, Level
 from ds_hybridep.plan.costs import ranks_below
 from ds_hybridep.sync.dense import GroupSync
-from ds_hybridep.sync.feedback import Encoding
-from ds_hybridep.sync.gradients import StepChanges
+from ds_hybridep.sync.slot_codecs import Encoding
+from ds_hybridep.sync.transaction import Transaction
 from ds_hybridep.transport.channels import Channel, Purpose, Transport
 from ds_hybridep.transport.streams import synchronize
 
@@ -52,7 +52,7 @@ class LinkProbe:
         self._place = self.cluster.place_of(transport.rank)
         exact = (None,) * len(transport.cluster.levels)
         ranks = range(transport.world_size)
-        self._group = GroupSync(transport, ranks, "probe", Encoding(exact, exact), StepChanges(), CPU)
+        self._group = GroupSync(transport, ranks, "probe", Encoding(exact, exact), Transaction(), CPU)
         self._buffers: dict[str, Tensor] = {}
         for level, size in enumerate(self.cluster.sizes):
             if size > 1:  # connect now: nobody then waits for a connection to a rank that fails later

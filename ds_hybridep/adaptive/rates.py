@@ -20,7 +20,7 @@ from ds_hybridep.plan.cluster import Cluster
 from ds_hybridep.plan.codec_costs import PATCHED_BYTES, codec_cost, patch_cost
 from ds_hybridep.plan.layout import CodecCost, Rates
 from ds_hybridep.plan.packets import packets_of
-from ds_hybridep.plan.slots import part_of
+from ds_hybridep.plan.slots import part_of, whole
 from ds_hybridep.plan.workload import Workload
 from ds_hybridep.sync.home import Home
 from ds_hybridep.sync.messages import MessageLayout, PacketPart
@@ -80,7 +80,7 @@ def measure_codec(config: CodecConfig, spec: LayerSpec, probe: LinkProbe, kernel
     """Sizes and speed of a codec on one layer's experts: the mean over all ranks, which must all call."""
     codec = make_codec(config, kernels=kernels)
     parts = tuple(
-        PacketPart(piece.shape, spec.num_local, (((piece.name, 0), spec.num_local * piece.shape.numel()),))
+        PacketPart(piece.shape, spec.num_local, (whole(piece.name, (spec.num_local, *piece.shape)),))
         for block in lay_out(spec.experts[0], is_grouped=spec.is_grouped)
         if block.is_trainable
         for piece in block.slices

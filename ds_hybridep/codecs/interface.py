@@ -36,6 +36,10 @@ class CodecState:
     step: int = 0  # packets encoded so far; the sequence number of the next one
     tensors: dict[str, Tensor] = field(default_factory=dict)  # the experts are the first dimension
 
+    def copy(self) -> "CodecState":
+        """Return a copy that the encoder does not change."""
+        return CodecState(self.step, {name: tensor.clone() for name, tensor in self.tensors.items()})
+
     def state_dict(self) -> dict[str, Any]:
         """Return a copy as plain dicts, ints and tensors."""
         return {"step": self.step, "tensors": {name: tensor.clone() for name, tensor in self.tensors.items()}}

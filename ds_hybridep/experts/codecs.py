@@ -9,20 +9,20 @@ from torch import Tensor
 
 from ds_hybridep.codecs import Codec, PatchCodec
 from ds_hybridep.sync.counters import CodecSums
-from ds_hybridep.sync.feedback import Feedback
-from ds_hybridep.sync.gradients import GradientMemory
+from ds_hybridep.sync.error_feedback import ErrorFeedback
 from ds_hybridep.sync.messages import MessageLayout, PacketPart
 from ds_hybridep.sync.mirrors import HeldSlot, Mirror, PatchReplica, PatchSender, Replica
+from ds_hybridep.sync.slot_codecs import SlotCodecs
 
 
-class ExpertCodecs(Feedback):
-    """The packets of one layer's experts, and what is kept for them.
+class ExpertCodecs(SlotCodecs):
+    """How the weights and gradients of one layer's experts travel encoded.
 
     senders: by level, what encodes the owned weights.  Levels with the same codec share one.
     replicas: by slot of another rank, what takes its weights where they arrive encoded.
     """
 
-    def __init__(self, parts: Sequence[tuple[PacketPart, ...]], gradients: GradientMemory) -> None:
+    def __init__(self, parts: Sequence[tuple[PacketPart, ...]], gradients: ErrorFeedback) -> None:
         super().__init__(parts, gradients, kind="weight")
         self.senders: dict[int, Mirror | PatchSender] = {}
         self.replicas: dict[int, HeldSlot] = {}
@@ -83,10 +83,12 @@ class ExpertCodecs(Feedback):
             return sum(tensor.nbytes for tensor in tensors if tensor.untyped_storage()._cdata not in shared)
 
         lossy: list[Mirror | Replica] = [*self.mirrors, *self.lossy_replicas.values()]
-        pieces = self.gradients.sent.values()
+        senders = self.gradients.senders
         at_home = count(value for one in lossy for value in one.values)
-        at_home += count(tensor for piece in pieces for tensor in piece.tensors)
-        states = [piece.state for piece in pieces] + [state for mirror in self.mirrors for state in mirror.states]
+        at_home += count(self.gradients.residuals)
+        states = [state for sender in senders for state in sender.states] + [
+            state for mirror in self.mirrors for state in mirror.states
+        ]
         here = count(tensor for state in states for tensor in state.tensors.values())
         here += count(() if self.patch_sender is None else self.patch_sender.sent)
         return (here, at_home) if self.gradients.home.is_host else (here + at_home, 0)

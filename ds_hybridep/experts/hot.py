@@ -146,12 +146,9 @@ class HotReplicas:
             for total, part in zip(totals, self._layouts[slot].parts(returned), strict=True):
                 total.index_add_(0, self._local[slot], part)
 
-    def clear_sums(self, *, forgets: bool) -> None:
-        """Set all sums to zero, or forget them."""
-        if forgets:
-            self._sums = {}
-        for total in (one for slot in self._sums.values() for one in slot):
-            total.zero_()
+    def drop_all_sums(self) -> None:
+        """Forget all sums."""
+        self._sums = {}
 
     # -- memory -----------------------------------------------------------------------------------------------------
 

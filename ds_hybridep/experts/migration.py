@@ -5,10 +5,11 @@ Weights leave right after an applied optimizer step, and the layer that needs th
 gradients of replicas in fp32 until the accumulation boundary.  Then they return to their owners through a pair of
 autograd nodes per layer:
 
-    forward    prefetch(l+depth) ... acquire(l) -> experts of layer l
-    backward   experts of layer l -> acquire(l): start the return ... prefetch(l): wait, add, hand to the parameter
+    forward    FinishReturn(l+depth) ... StartReturn(l) -> experts of layer l
+    backward   experts of layer l -> StartReturn(l): send ... FinishReturn(l): wait, add, hand to the parameter
 
-Autograd runs the newest node first, so a prefetch made `depth` layers before its acquire waits `depth` layers later.
+In the forward both nodes only pass weights on.  Autograd runs the newest node first, so a FinishReturn that is made
+`depth` layers before its StartReturn waits `depth` layers later.
 Forward and step communicate from the main thread, the backward from autograd's; no other thread starts a transfer.
 """
 
@@ -24,10 +25,10 @@ from torch.autograd import Function
 
 from ds_hybridep.errors import NO_SECOND_DERIVATIVES, GradientNotReturnedError, UnsupportedError, VerificationError
 from ds_hybridep.experts.partitioned import take_away
-from ds_hybridep.experts.replicas import Replicas, WeightShipment
+from ds_hybridep.experts.replicas import Replicas, make_shipment
 from ds_hybridep.experts.states import Gradients, Weights
 from ds_hybridep.sync.backward import refuse_partial
-from ds_hybridep.sync.transfers import Reduce, StagePipeline
+from ds_hybridep.sync.transfers import Gather, Reduce, StagedTransfer, StagePipeline
 from ds_hybridep.transport.channels import Purpose, Transport, profiler_range
 
 
@@ -45,7 +46,7 @@ def is_in_backward() -> bool:
 
 @dataclass
 class ReturnHandle:
-    """Shared by the two autograd nodes of a layer call: the return that acquire's backward starts, and its result."""
+    """Shared by the two autograd nodes of a layer call: the return that StartReturn starts, and its result."""
 
     operation: Reduce | None = None
     collected: list[Tensor] | None = None
@@ -54,23 +55,28 @@ class ReturnHandle:
 
 @dataclass
 class LayerExperts:
-    """One layer's replicas, their state, and the pipelines of their expert-parallel group."""
+    """What this rank has of one layer's experts: the replicas, what is on its way to them, and what returns.
+
+    weights      STALE --ship--> SHIPPING --finish_shipment--> FRESH --after the step, ship--> SHIPPING ...
+                 any --weights change outside a step--> STALE
+    gradients    EMPTY --add_gradients--> ACCUMULATING --start_return--> RETURNING --finish_return--> EMPTY
+                 ACCUMULATING or RETURNING --drop_gradients--> EMPTY
+    """
 
     replicas: Replicas
     weight_pipeline: StagePipeline
     gradient_pipeline: StagePipeline
     weights: Weights = Weights.STALE
     gradients: Gradients = Gradients.EMPTY
-    shipment: WeightShipment | None = None  # until a wait for it has ended
+    shipment: Gather | None = None  # until a wait for it has ended
     returning: ReturnHandle | None = None
-    prefetched: tuple[ReturnHandle, tuple[Tensor, ...]] | None = None
+    finish_node: tuple[ReturnHandle, tuple[Tensor, ...]] | None = None  # made ahead for the next call of the layer
     versions: list[tuple[int, int]] = field(default_factory=list)  # of the owned parameters at their last shipment
 
     @outliving_inference()
     def ship(self, *, is_exact: bool) -> None:
         """Go from any state to SHIPPING.  Does not block."""
-        self.shipment = WeightShipment(self.replicas, is_exact=is_exact)
-        self.shipment.load()
+        self.shipment = make_shipment(self.replicas, is_exact=is_exact)
         self.versions = self.replicas.own.versions()
         self.weight_pipeline.start(self.shipment)
         self.weights = Weights.SHIPPING
@@ -110,32 +116,24 @@ class LayerExperts:
         self.returning, self.gradients = handle, Gradients.RETURNING
 
     def finish_return(self, handle: ReturnHandle) -> list[Tensor]:
-        """Go from RETURNING, DROPPED or UNDONE to EMPTY.  Returns what came back for the owned experts, fp32."""
+        """Go from RETURNING to EMPTY.  Returns what came back for the owned experts, fp32."""
         if handle.collected is None:
             assert handle.operation is not None, f"{self.replicas.layer}: no return was started"
             self._wait(self.gradient_pipeline, handle.operation)
             handle.collected = self.replicas.take_returned()
-            if self.gradients is Gradients.UNDONE and (feedback := self.replicas.feedback) is not None:
-                feedback.gradients.changes.undo_of(feedback.gradients.noted())
             self.returning, self.gradients = None, Gradients.EMPTY
         return handle.collected
 
-    def finish_dropped(self) -> None:
-        """Wait for a return that was dropped, and go from DROPPED or UNDONE to EMPTY."""
-        if self.gradients in (Gradients.DROPPED, Gradients.UNDONE) and self.returning is not None:
+    def drop_gradients(self) -> None:
+        """Go from any state to EMPTY: no optimizer step will use the gradients.
+
+        Waits for a return under way, which a backward that failed has left, since its other ranks go on with it.
+        """
+        if self.returning is not None:
             self.finish_return(self.returning)
-
-    def drop_gradients(self, *, is_undone: bool) -> None:
-        """Go from ACCUMULATING to EMPTY; from RETURNING to DROPPED, or to UNDONE if `StepChanges.undo` was called."""
-        if self.gradients in (Gradients.ACCUMULATING, Gradients.RETURNING):
-            self.replicas.clear_sums(is_in_use=self.returning is not None)
-            on_their_way = Gradients.UNDONE if is_undone else Gradients.DROPPED
-            self.gradients = Gradients.EMPTY if self.returning is None else on_their_way
-
-    def undo_return(self) -> None:
-        """Go from RETURNING or DROPPED to UNDONE: `StepChanges.undo` was called."""
-        if self.gradients in (Gradients.RETURNING, Gradients.DROPPED):
-            self.gradients = Gradients.UNDONE
+        if self.gradients is Gradients.ACCUMULATING:
+            self.replicas.drop_all_sums()
+            self.gradients = Gradients.EMPTY
 
     def refuse_changed(self) -> None:
         """Raise VerificationError if torch has counted a write to owned parameters since they were shipped.
@@ -151,7 +149,7 @@ class LayerExperts:
 
     def release(self) -> None:
         """Go from any state to RELEASED.  Frees memory that an earlier graph, which a layer may keep, would hold."""
-        self.shipment = self.returning = self.prefetched = None
+        self.shipment = self.returning = self.finish_node = None
         if self.replicas.streams is not None:
             self.replicas.streams.join()  # the side stream must not be using what is freed
         self.replicas.release()
@@ -165,9 +163,9 @@ class LayerExperts:
                 f"or its hot experts, or was detached; run both before the change, or both after it"
             )
 
-    def _wait(self, pipeline: StagePipeline, transfer: WeightShipment | Reduce) -> None:
-        feedback = self.replicas.feedback
-        with nullcontext() if feedback is None else feedback.counters.timing("exposed_s"):
+    def _wait(self, pipeline: StagePipeline, transfer: StagedTransfer) -> None:
+        codecs = self.replicas.codecs
+        with nullcontext() if codecs is None else codecs.counters.timing("exposed_s"):
             pipeline.wait(transfer)
 
 
@@ -176,7 +174,7 @@ class MigrationManager:
 
     Args:
         layers: in the order in which the model runs them.
-        prefetch_depth: layers between a gradient's return and the wait for it.
+        return_depth: layers between a gradient's return and the wait for it.
         is_boundary: returns True if the running backward is the last before the optimizer step.
     """
 
@@ -184,11 +182,11 @@ class MigrationManager:
         self,
         transport: Transport,
         layers: Sequence[LayerExperts],
-        prefetch_depth: int,
+        return_depth: int,
         is_boundary: Callable[[], bool],
     ) -> None:
         self._transport, self.layers = transport, list(layers)
-        self._return_depth, self._is_boundary = prefetch_depth, is_boundary
+        self._return_depth, self._is_boundary = return_depth, is_boundary
         self.before_return: Callable[[], None] = lambda: None  # in the backward, before gradients of a layer return
         used = (pipeline for one in layers for pipeline in (one.weight_pipeline, one.gradient_pipeline))
         self._pipelines = list(dict.fromkeys(used))
@@ -216,31 +214,31 @@ class MigrationManager:
         self.progress()
         own = replicas.own.parameters()
         if own and torch.is_grad_enabled():
-            handle, aliases = self._take_prefetched(position)
-            return replicas.by_slot(_Acquire.apply(self, layer, handle, *aliases))
-        layer.prefetched = None
+            handle, aliases = self._finish_node(position)
+            return replicas.by_slot(_StartReturn.apply(self, layer, handle, *aliases))
+        layer.finish_node = None
         return replicas.by_slot(replicas.with_own(own))
 
-    def _take_prefetched(self, position: int) -> tuple[ReturnHandle, tuple[Tensor, ...]]:
-        """Return the prefetch node of this call's layer.  A recomputation makes its own, right before acquire.
+    def _finish_node(self, position: int) -> tuple[ReturnHandle, tuple[Tensor, ...]]:
+        """Return the FinishReturn node of this call's layer.  A recomputation makes its own, right before it is used.
 
         A re-entrant recomputation runs the backward of the graph that it builds; a non-re-entrant one discards its
         graph.  Neither may touch the nodes of the first forward.
         """
         layer = self.layers[position]
         if is_in_backward():
-            return _prefetch(layer)
+            return _make_finish_node(layer)
         for later in self.layers[position + 1 : position + 1 + self._return_depth]:
-            if later.prefetched is None and later.replicas.trainable_names:
-                later.prefetched = _prefetch(later)
-        prefetched, layer.prefetched = layer.prefetched, None
-        return prefetched if prefetched is not None else _prefetch(layer)
+            if later.finish_node is None and later.replicas.trainable_names:
+                later.finish_node = _make_finish_node(later)
+        made, layer.finish_node = layer.finish_node, None
+        return made if made is not None else _make_finish_node(layer)
 
     # -- backward ------------------------------------------------------------------------------------------------
 
     def take_gradients(self, layer: LayerExperts, handle: ReturnHandle, gradients: Sequence[Tensor]) -> None:
         """Add replica gradients to the sums; at the boundary start their return."""
-        is_lossy = (feedback := layer.replicas.feedback) is not None and feedback.gradients.is_lossy
+        is_lossy = (codecs := layer.replicas.codecs) is not None and codecs.gradients.is_lossy
         if is_lossy or layer.gradients is Gradients.ACCUMULATING or not self._is_boundary():
             refuse_partial(layer.replicas.layer, handle.always)  # what waits must be for the optimizer step
         layer.add_gradients(gradients)
@@ -261,8 +259,6 @@ class MigrationManager:
     def before_step(self) -> None:
         """Make sure that nothing is under way; raise GradientNotReturnedError if a gradient was left behind."""
         self.check_returned("step()")
-        for layer in self.layers:
-            layer.finish_dropped()
         self.finish_shipments()
         if self.is_stale and any(layer.replicas.sends_patches for layer in self.layers):
             self.refresh()  # patches say how weights differ from what other ranks hold
@@ -317,10 +313,16 @@ class MigrationManager:
                 f"managed_gradient_accumulation in ds_config to false (for LayerDrop), or every domain_size to 1"
             )
 
-    def clear_gradients(self, *, is_undone: bool) -> None:
-        """Drop replica gradients that have not returned; `is_undone` as in `LayerExperts.drop_gradients`."""
+    def drop_gradients(self) -> None:
+        """Drop replica gradients that have not returned, once nothing of them is under way."""
         for layer in self.layers:
-            layer.drop_gradients(is_undone=is_undone)
+            layer.drop_gradients()
+
+    def finish_returns(self) -> None:
+        """Wait for returns under way; their gradients are not used."""
+        for layer in self.layers:
+            if layer.returning is not None:
+                layer.finish_return(layer.returning)
 
     def finish_shipments(self) -> None:
         for layer in self.layers:
@@ -329,8 +331,6 @@ class MigrationManager:
     def finish(self) -> None:
         """Wait for everything under way."""
         self.finish_shipments()
-        for layer in self.layers:
-            layer.finish_dropped()
         for pipeline in self._pipelines:
             pipeline.drain()
 
@@ -350,24 +350,24 @@ class MigrationManager:
 
     def _ship(self, *, is_exact: bool) -> None:
         for layer in self.layers:
-            layer.prefetched = None  # a node that no forward took
+            layer.finish_node = None  # a node that no forward took
             layer.ship(is_exact=is_exact)
 
 
 # -- autograd -----------------------------------------------------------------------------------------------------
 
 
-def _prefetch(layer: LayerExperts) -> tuple[ReturnHandle, tuple[Tensor, ...]]:
+def _make_finish_node(layer: LayerExperts) -> tuple[ReturnHandle, tuple[Tensor, ...]]:
     handle, own = ReturnHandle(), layer.replicas.own
-    away = own.stand_in()
+    away = own.give_full_shapes()
     # If only some ranks have frozen their experts, all must run the backward.
-    aliases = _Prefetch.apply(layer, handle, handle.always, *own.parameters())
+    aliases = _FinishReturn.apply(layer, handle, handle.always, *own.parameters())
     if away:
         take_away(away)
     return handle, aliases
 
 
-class _Prefetch(Function):
+class _FinishReturn(Function):
     """Identity on the owned parameters; its backward waits for the other ranks' gradients and adds them."""
 
     @staticmethod
@@ -380,18 +380,18 @@ class _Prefetch(Function):
         if torch.is_grad_enabled():
             raise UnsupportedError(NO_SECOND_DERIVATIVES)
         # Autograd accumulates these gradients before it does anything else, and then needs the parameters' shapes.
-        if away := ctx.layer.replicas.own.stand_in():
+        if away := ctx.layer.replicas.own.give_full_shapes():
             torch.autograd.Variable._execution_engine.queue_callback(partial(take_away, away))
         if ctx.handle.operation is None:  # not the accumulation boundary: the owner's own part only
             return None, None, None, *gradients
-        with profiler_range("prefetch_backward", ctx.layer.replicas.layer):
+        with profiler_range("finish_return", ctx.layer.replicas.layer):
             returned = ctx.layer.finish_return(ctx.handle)
             ctx.handle.operation = ctx.handle.collected = None  # the graph may live on
             summed = [other.add_(own).to(own.dtype) for own, other in zip(gradients, returned, strict=True)]
             return None, None, None, *summed
 
 
-class _Acquire(Function):
+class _StartReturn(Function):
     """Gives experts the owned parameters and replicas; its backward sums or returns the replicas' gradients."""
 
     @staticmethod
@@ -406,7 +406,7 @@ class _Acquire(Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         if torch.is_grad_enabled():
             raise UnsupportedError(NO_SECOND_DERIVATIVES)
-        with profiler_range("acquire_backward", ctx.layer.replicas.layer):
+        with profiler_range("start_return", ctx.layer.replicas.layer):
             ctx.layer.refuse_old(ctx.version)
             ctx.manager.take_gradients(ctx.layer, ctx.handle, gradients[ctx.num_own :])
         return None, None, None, *gradients[: ctx.num_own]

@@ -34,7 +34,7 @@ def gathered(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
             away[0].partition(param_list=away)
 
 
-def stand_in(parameters: Sequence[nn.Parameter]) -> list[nn.Parameter]:
+def give_full_shapes(parameters: Sequence[nn.Parameter]) -> list[nn.Parameter]:
     """Give parameters that are not whole here their full shape, over one element of memory, and return them.
 
     Autograd asks for the shape twice: when a parameter enters a graph, and when its gradient is accumulated.
@@ -46,7 +46,7 @@ def stand_in(parameters: Sequence[nn.Parameter]) -> list[nn.Parameter]:
 
 
 def take_away(parameters: Sequence[nn.Parameter]) -> None:
-    """Undo `stand_in`: leave parameters without data, as ZeRO-3 does."""
+    """Undo `give_full_shapes`: leave parameters without data, as ZeRO-3 does."""
     for parameter in parameters:
         if _is_away(parameter):
             parameter.data = parameter.data.new_empty(0)

@@ -18,28 +18,33 @@ from torch import Tensor, nn
 from ds_hybridep.experts.away import Away
 from ds_hybridep.experts.codecs import ExpertCodecs
 from ds_hybridep.experts.hot import HotReplicas
-from ds_hybridep.experts.slots import OwnSlot, Places, SlotLayout
+from ds_hybridep.experts.slots import OwnSlot, ParameterSlice, SlotLayout
+from ds_hybridep.plan.cluster import flatten, unflatten
 from ds_hybridep.plan.partition import Partition
-from ds_hybridep.sync.feedback import Encoding
-from ds_hybridep.sync.gradients import GradientMemory, StepChanges
+from ds_hybridep.plan.slots import Span
+from ds_hybridep.sync.error_feedback import ErrorFeedback
 from ds_hybridep.sync.home import Home
 from ds_hybridep.sync.messages import PacketPart
 from ds_hybridep.sync.mirrors import Mirror, PatchSender
+from ds_hybridep.sync.slot_codecs import Encoding
 from ds_hybridep.sync.stages import GatherStage
+from ds_hybridep.sync.transaction import Transaction
 from ds_hybridep.sync.transfers import Gather, needs_equal_lengths
 from ds_hybridep.sync.undelivered import stacked
 from ds_hybridep.transport.channels import Purpose
 from ds_hybridep.transport.streams import streams_of
 
 
-class Replicas(Places):
+class Replicas:
     """One layer's replicas on this rank.
 
     Args:
         experts: this rank's e experts, one module each; if `is_grouped`, one module with parameters [e, *shape].
         partition: domains of the layer's expert-parallel group; with hot experts, those of a hot expert.
-        changes: shared by all layers.
+        transaction: of the optimizer step.
         hot_level: level over which only hot experts have replicas; None: there are no hot experts.
+
+    near_slots: slots that this rank holds as a whole, the own one included; of all others it may have hot experts.
     """
 
     def __init__(
@@ -50,7 +55,7 @@ class Replicas(Places):
         stages: tuple[GatherStage, ...],
         rank: int,
         encoding: Encoding,
-        changes: StepChanges,
+        transaction: Transaction,
         *,
         is_grouped: bool = False,
         hot_level: int | None = None,
@@ -60,7 +65,11 @@ class Replicas(Places):
         self.layout = SlotLayout(experts, self.device, is_grouped=is_grouped)
         self.trainable_names = tuple(piece.name for piece in self.layout.trainable)
         # 1. Slots.
-        super().__init__(layer, partition, rank, self.layout.num_local, hot_level)
+        self.layer, self.partition, self.hot_level = layer, partition, hot_level
+        self.domain_ranks = partition.domain_ranks(rank)
+        self.own_slot = partition.offset_index(rank)
+        self.near_slots = tuple(slot for slot in range(len(self.domain_ranks)) if self.are_near(slot, self.own_slot))
+        self.replica_slots = tuple(slot for slot in self.near_slots if slot != self.own_slot)
         self.slot_parts = _slot_parts(self, hot=())
         self.parts = self.slot_parts[self.own_slot]
         # 2. Weights, and views of them.
@@ -77,7 +86,7 @@ class Replicas(Places):
         # 3. Sums of gradients, by slot, for each trainable block.
         self._sums: dict[int, list[Tensor]] = {}
         self.away = Away(layer)
-        self.feedback = _codecs_of(self, changes, rank)
+        self.codecs = _codecs_of(self, transaction, rank)
 
     @property
     def weights(self) -> list[Tensor]:
@@ -88,7 +97,9 @@ class Replicas(Places):
         """Replace the hot experts.  No gradients may wait, and weights must be shipped next."""
         assert self.hot is not None
         self.hot.choose(experts)
-        self.slot_parts[:] = _slot_parts(self, experts)
+        self.slot_parts = _slot_parts(self, experts)
+        if self.codecs is not None:
+            self.codecs.replace_parts(self.slot_parts)
         self.version += 1
 
     @property
@@ -98,6 +109,35 @@ class Replicas(Places):
     def _hot_of(self, slot: int) -> HotReplicas | None:
         """Return what has this slot, if it is one of hot experts."""
         return self.hot if slot >= len(self.domain_ranks) else None
+
+    # -- who owns and holds what ---------------------------------------------------------------------------------
+
+    def are_near(self, slot: int, other: int) -> bool:
+        """Return True if the ranks of two slots hold each other's slots as a whole, not just their hot experts."""
+        at, sizes = self.hot_level, self.partition.domain_sizes
+        return at is None or unflatten(slot, sizes)[at] == unflatten(other, sizes)[at]
+
+    def hot_source(self, slot: int, other: int) -> int:
+        """Return the slot of the rank from which that of `other` gets the hot experts of `slot`.
+
+        It differs from `other` at the hot level only, where it is as `slot`.
+        """
+        assert self.hot_level is not None
+        sizes = self.partition.domain_sizes
+        offset = list(unflatten(other, sizes))
+        offset[self.hot_level] = unflatten(slot, sizes)[self.hot_level]
+        return flatten(offset, sizes)
+
+    def level_between(self, slot: int, other: int) -> int:
+        """Return the slowest level between the ranks of two slots."""
+        level = self.partition.cluster.level_between(self.domain_ranks[slot], self.domain_ranks[other])
+        assert level is not None, f"{self.layer}: slots {slot} and {other} are of one rank"
+        return level
+
+    def expert_ids(self, slot: int) -> range:
+        """Return the global experts of a slot."""
+        owner, num_local = self.partition.group_ranks.index(self.domain_ranks[slot]), self.layout.num_local
+        return range(owner * num_local, (owner + 1) * num_local)
 
     # -- what slots hold ----------------------------------------------------------------------------------------
 
@@ -199,37 +239,34 @@ class Replicas(Places):
         """Return what came back for the owned experts, fp32, by `experts` and `trainable_names`, and drop all sums."""
         self.make_sums()
         returned = self.layout.by_module(self.sum_parts(self.own_slot))
-        self.clear_sums()
+        self.drop_all_sums()
         return returned
 
-    def clear_sums(self, *, is_in_use: bool = False) -> None:
-        """Drop all partial gradients; is_in_use: a return is under way, and goes on with zeros."""
-        if not is_in_use:
-            self._sums = {}
+    def drop_all_sums(self) -> None:
+        """Drop all partial gradients; nothing may be under way."""
+        self._sums = {}
         if self.hot is not None:
-            self.hot.clear_sums(forgets=not is_in_use)
-        for sums in (one for slot in self._sums.values() for one in slot):
-            sums.zero_()
+            self.hot.drop_all_sums()
 
     # -- what was sent before, for patches -----------------------------------------------------------------------
 
     @property
     def sends_patches(self) -> bool:
-        return self.feedback is not None and self.feedback.patch_sender is not None
+        return self.codecs is not None and self.codecs.patch_sender is not None
 
     def remember_sent(self) -> None:
         """Keep what was sent last if patches need it; call before the step, while the parameters still equal it."""
-        if self.feedback is not None and (sender := self.feedback.patch_sender) is not None:
+        if self.codecs is not None and (sender := self.codecs.patch_sender) is not None:
             sender.sent = self.own.values(trainable_only=True) if self.own.is_partitioned else self.own.copy()
 
     @property
     def knows_sent(self) -> bool:
         """True unless patches need what was sent last, and it was not remembered."""
-        sender = None if self.feedback is None else self.feedback.patch_sender
+        sender = None if self.codecs is None else self.codecs.patch_sender
         return sender is None or bool(sender.sent)
 
     def forget_sent(self) -> None:
-        if self.feedback is not None and (sender := self.feedback.patch_sender) is not None:
+        if self.codecs is not None and (sender := self.codecs.patch_sender) is not None:
             self.free_behind_side(sender.sent)
             sender.sent = []
 
@@ -246,11 +283,11 @@ class Replicas(Places):
         """Bytes on the device."""
         weights = sum(tensor.untyped_storage().nbytes() for tensor in self.weights)
         sums = sum(tensor.nbytes for slot in self._sums.values() for tensor in slot)
-        return weights + sums + (self.feedback.num_bytes(self.weights)[0] if self.feedback is not None else 0)
+        return weights + sums + (self.codecs.num_bytes(self.weights)[0] if self.codecs is not None else 0)
 
     @property
     def num_host_bytes(self) -> int:
-        return 0 if self.feedback is None else self.feedback.num_bytes(self.weights)[1]
+        return 0 if self.codecs is None else self.codecs.num_bytes(self.weights)[1]
 
     def sends_own_slot(self, *, is_exact: bool) -> bool:
         """Return True if any level carries the weights of the whole own slot unencoded."""
@@ -259,15 +296,15 @@ class Replicas(Places):
 
     def sender_over(self, stage: GatherStage) -> Mirror | PatchSender | None:
         """Return what encodes the owned weights for a stage; None if they go as they are."""
-        sender = None if self.feedback is None else self.feedback.senders.get(stage.level)
+        sender = None if self.codecs is None else self.codecs.senders.get(stage.level)
         return None if sender is None or (sender.varies and needs_equal_lengths(stage)) else sender
 
     def make_senders(self) -> None:
         """Make now what is kept of all gradients that leave this rank; otherwise it is made at its first use."""
-        if (feedback := self.feedback) is not None:
-            for stage in (one for one in self.stages if feedback.gradients.codecs[one.level] is not None):
-                for part in (part for peer in stage.peers for slot in peer.receives for part in feedback.parts[slot]):
-                    feedback.gradients.sender(stage.level, part)
+        if (codecs := self.codecs) is not None:
+            for stage in (one for one in self.stages if codecs.gradients.codecs[one.level] is not None):
+                for part in (part for peer in stage.peers for slot in peer.receives for part in codecs.parts[slot]):
+                    codecs.gradients.senders[stage.level].prepare(part)
 
     def free_sent(self) -> None:
         """Free what only a shipment needed, once it has ended."""
@@ -277,7 +314,7 @@ class Replicas(Places):
 
     def release(self) -> None:
         self.own.release()
-        self._weights, self._views, self._sums, self.feedback = {}, {}, {}, None
+        self._weights, self._views, self._sums, self.codecs = {}, {}, {}, None
         if self.hot is not None:
             self.hot.release()
         self.version += 1
@@ -314,22 +351,29 @@ def _slot_parts(replicas: Replicas, hot: Collection[int]) -> list[tuple[PacketPa
 def _parts_of(replicas: Replicas, stacks: Sequence[range]) -> tuple[PacketPart, ...]:
     """Return the parts of a message with these stacks of experts."""
     return tuple(
-        PacketPart(piece.shape, len(experts), (((name, experts.start * size), len(experts) * size),), block.dtype)
+        PacketPart(piece.shape, len(experts), (_span_of(replicas, piece, experts),), block.dtype)
         for block in replicas.layout.trainable_blocks
         for piece in block.slices
-        for name, size in [(stacked(replicas.layer, piece.name), piece.shape.numel())]
         for experts in stacks
     )
 
 
-def _codecs_of(replicas: Replicas, changes: StepChanges, rank: int) -> ExpertCodecs | None:
+def _span_of(replicas: Replicas, piece: ParameterSlice, experts: range) -> Span:
+    """Return what a parameter of these experts is of the stack of all experts of the layer."""
+    size, num_experts = piece.shape.numel(), len(replicas.partition.group_ranks) * replicas.layout.num_local
+    name = stacked(replicas.layer, piece.name)
+    return Span(name, (num_experts, *piece.shape), experts.start * size, len(experts) * size)
+
+
+def _codecs_of(replicas: Replicas, transaction: Transaction, rank: int) -> ExpertCodecs | None:
     """Return the codecs' state; None if nothing is encoded, or if all is frozen and travels only at the start."""
     levels = [stage.level for stage in replicas.stages]
     weights, gradients = replicas.encoding.weight_codecs, replicas.encoding.gradient_codecs
     if not replicas.parts or not any(weights[level] or gradients[level] for level in levels):
         return None
     home = Home(replicas.device, replicas.encoding.is_on_host)
-    codecs = ExpertCodecs(replicas.slot_parts, GradientMemory(replicas.layer, gradients, home, changes, rank))
+    feedback = ErrorFeedback(replicas.layer, gradients, home, transaction, rank=rank)
+    codecs = ExpertCodecs(replicas.slot_parts, feedback)
     for level in levels:
         if (codec := weights[level]) is not None and level != replicas.hot_level:
             codecs.make_sender(level, codec, replicas.parts)
@@ -339,62 +383,58 @@ def _codecs_of(replicas: Replicas, changes: StepChanges, rank: int) -> ExpertCod
     return codecs
 
 
-class WeightShipment(Gather):
-    """One gather of a layer's weights.
+def make_shipment(replicas: Replicas, *, is_exact: bool) -> Gather:
+    """Return a gather of a layer's weights, to be started: the owned experts' current weights are read and encoded.
 
     An exact gather ships every parameter unencoded, frozen ones too, and resets the mirrors.  Other gathers ship
     trainable parameters, encoded by the codec of the slowest level between owner and replica.
     """
+    messages: dict[int, list[Tensor]] = {}
+    purpose = Purpose("expert_weights", "shipping of expert weights", replicas.layer)
+    held = {} if replicas.codecs is None else replicas.codecs.replicas
+    shipment = Gather(replicas, purpose, messages, held, is_exact=is_exact)
+    codecs, own = replicas.codecs, replicas.own
+    patches = None if codecs is None or is_exact else codecs.patch_sender
+    is_sent = replicas.sends_own_slot(is_exact=is_exact)
+    # 1. Read the weights: in the current stream, because under ZeRO-3 DeepSpeed gathers parameters for this.
+    weights = own.copy() if patches is not None else []
+    if patches is None and (is_sent or own.is_partitioned):
+        own.fill(trainable_only=not is_exact)
+    _copy_hot(replicas, weights, is_exact=is_exact)
+    if codecs is None or not codecs.senders:
+        return shipment
+    # 2. Encode them.
+    with nullcontext() if replicas.streams is None else replicas.streams.aside(), codecs.counters.timing("encode_s"):
+        if is_exact:
+            for mirror in codecs.mirrors:
+                mirror.assign(replicas.weight_parts(replicas.own_slot))
+            return shipment
+        encoded: dict[Mirror | PatchSender, list[Tensor]] = {}
+        if patches is not None:
+            assert patches.sent, f"{replicas.layer}: what was sent last was not remembered before the step"
+            encoded[patches] = patches.encode(weights)
+            own.adopt(patches.sent)
+        sources = own.sources() if codecs.mirrors else []
+        encoded.update((mirror, mirror.encode(sources)) for mirror in codecs.mirrors)
+        for stage in replicas.stages:
+            if (sender := replicas.sender_over(stage)) is not None:
+                messages[stage.level] = encoded[sender]
+    # 3. Free what only the encoding needed.
+    replicas.free_behind_side(weights)
+    replicas.forget_sent()
+    if not is_sent:
+        own.free()
+    return shipment
 
-    def __init__(self, replicas: Replicas, *, is_exact: bool) -> None:
-        self._messages: dict[int, list[Tensor]] = {}
-        purpose = Purpose("expert_weights", "shipping of expert weights", replicas.layer)
-        held = {} if replicas.feedback is None else replicas.feedback.replicas
-        super().__init__(replicas, purpose, self._messages, held, is_exact=is_exact)
-        self._replicas_of_layer = replicas
 
-    def load(self) -> None:
-        """Read the owned experts' current weights and encode them.  Call before the first `advance`."""
-        replicas = self._replicas_of_layer
-        feedback, streams = replicas.feedback, replicas.streams
-        patches = None if feedback is None or self._is_exact else feedback.patch_sender
-        is_sent = replicas.sends_own_slot(is_exact=self._is_exact)
-        # In the current stream, because under ZeRO-3 DeepSpeed gathers parameters for this.
-        weights = replicas.own.copy() if patches is not None else []
-        if patches is None and (is_sent or replicas.own.is_partitioned):
-            replicas.own.fill(trainable_only=not self._is_exact)
-        self._copy_hot(weights)
-        if feedback is None or not feedback.senders:
-            return
-        with nullcontext() if streams is None else streams.aside(), feedback.counters.timing("encode_s"):
-            if self._is_exact:
-                for mirror in feedback.mirrors:
-                    mirror.assign(replicas.weight_parts(replicas.own_slot))
-                return
-            encoded: dict[Mirror | PatchSender, list[Tensor]] = {}
-            if patches is not None:
-                assert patches.sent, f"{replicas.layer}: what was sent last was not remembered before the step"
-                encoded[patches] = patches.encode(weights)
-                replicas.own.adopt(patches.sent)
-            sources = replicas.own.sources() if feedback.mirrors else []
-            encoded.update((mirror, mirror.encode(sources)) for mirror in feedback.mirrors)
-            for stage in self.stages:
-                if (sender := replicas.sender_over(stage)) is not None:
-                    self._messages[stage.level] = encoded[sender]
-        replicas.free_behind_side(weights)
-        replicas.forget_sent()
-        if not is_sent:
-            replicas.own.free()
-
-    def _copy_hot(self, weights: Sequence[Tensor]) -> None:
-        """Copy the owned hot experts.  weights: as `OwnSlot.copy`, if the own slot has older ones; else empty."""
-        replicas = self._replicas_of_layer
-        if (hot := replicas.hot) is None:
-            return
-        trainable_only = not (self._is_exact or hot.lacks_frozen)
-        held = replicas.own.by_name()
-        if weights:
-            newer = replicas.layout.by_name(weights, trainable_only=True)
-            held = [{**one, **new} for one, new in zip(held, newer, strict=True)]
-        hot.make_room(trainable_only=trainable_only)
-        hot.copy(replicas.own_slot + len(replicas.domain_ranks), held, trainable_only=trainable_only)
+def _copy_hot(replicas: Replicas, weights: Sequence[Tensor], *, is_exact: bool) -> None:
+    """Copy the owned hot experts.  weights: as `OwnSlot.copy`, if the own slot has older ones; else empty."""
+    if (hot := replicas.hot) is None:
+        return
+    trainable_only = not (is_exact or hot.lacks_frozen)
+    held = replicas.own.by_name()
+    if weights:
+        newer = replicas.layout.by_name(weights, trainable_only=True)
+        held = [{**one, **new} for one, new in zip(held, newer, strict=True)]
+    hot.make_room(trainable_only=trainable_only)
+    hot.copy(replicas.own_slot + len(replicas.domain_ranks), held, trainable_only=trainable_only)

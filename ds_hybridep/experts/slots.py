@@ -14,9 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ds_hybridep.errors import UnsupportedError
-from ds_hybridep.experts.partitioned import full_shape, gathered, stand_in
-from ds_hybridep.plan.cluster import flatten, unflatten
-from ds_hybridep.plan.partition import Partition
+from ds_hybridep.experts.partitioned import full_shape, gathered, give_full_shapes
 
 
 @dataclass(frozen=True)
@@ -118,46 +116,6 @@ class SlotLayout:
         return tensor[start:stop].view(self.num_local, *piece.shape)
 
 
-class Places:
-    """Which rank owns which slot of a layer, and which slots this rank holds.
-
-    near_slots: slots that this rank holds as a whole, the own one included; of all others it may have hot experts.
-    """
-
-    def __init__(self, layer: str, partition: Partition, rank: int, num_local: int, hot_level: int | None) -> None:
-        self.layer, self.partition, self.hot_level, self._num_local = layer, partition, hot_level, num_local
-        self.domain_ranks = partition.domain_ranks(rank)
-        self.own_slot = partition.offset_index(rank)
-        self.near_slots = tuple(slot for slot in range(len(self.domain_ranks)) if self.are_near(slot, self.own_slot))
-        self.replica_slots = tuple(slot for slot in self.near_slots if slot != self.own_slot)
-
-    def are_near(self, slot: int, other: int) -> bool:
-        """Return True if the ranks of two slots hold each other's slots as a whole, not just their hot experts."""
-        sizes = self.partition.domain_sizes
-        return (
-            self.hot_level is None
-            or unflatten(slot, sizes)[self.hot_level] == (unflatten(other, sizes)[self.hot_level])
-        )
-
-    def near_to(self, slot: int, other: int) -> int:
-        """Return the slot of the rank that differs from `other` at the hot level only, where it is as `slot`."""
-        assert self.hot_level is not None
-        sizes = self.partition.domain_sizes
-        place = list(unflatten(other, sizes))
-        place[self.hot_level] = unflatten(slot, sizes)[self.hot_level]
-        return flatten(place, sizes)
-
-    def level_between(self, slot: int, other: int) -> int:
-        """Return the slowest level between the ranks of two slots."""
-        level = self.partition.cluster.level_between(self.domain_ranks[slot], self.domain_ranks[other])
-        assert level is not None, f"{self.layer}: slots {slot} and {other} are of one rank"
-        return level
-
-    def expert_ids(self, slot: int) -> range:
-        owner = self.partition.group_ranks.index(self.domain_ranks[slot])
-        return range(owner * self._num_local, (owner + 1) * self._num_local)
-
-
 class OwnSlot:
     """The slot of this rank's own experts in one layer.  It has memory between `fill` or `adopt` and `free`.
 
@@ -189,9 +147,9 @@ class OwnSlot:
         named = [dict(expert.named_parameters()) for expert in self.experts]
         return [parameters[name] for parameters in named for name in self._trainable_names]
 
-    def stand_in(self) -> list[nn.Parameter]:
+    def give_full_shapes(self) -> list[nn.Parameter]:
         """Give parameters that ZeRO-3 has taken away their full shape, for autograd, and return them."""
-        return stand_in(self.parameters()) if self.is_partitioned else []
+        return give_full_shapes(self.parameters()) if self.is_partitioned else []
 
     def check_trainability(self) -> None:
         """Raise UnsupportedError if a parameter was unfrozen since the blocks were laid out."""

@@ -19,5 +19,3 @@ class Gradients(Enum):
     EMPTY = "there are none"
     ACCUMULATING = "in the sums of this rank"
     RETURNING = "on their way to the owners"
-    DROPPED = "on their way to the owners, who will not use them"
-    UNDONE = "the same, and codecs forget that they were sent"

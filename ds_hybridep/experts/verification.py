@@ -53,7 +53,7 @@ def _is_right(replicas: Replicas, tables: dict[int, Tensor], slot: int, other: i
     ranks, num_slots = replicas.domain_ranks, len(replicas.domain_ranks)
     if replicas.are_near(slot, other):
         return torch.equal(tables[ranks[other]][slot], tables[ranks[slot]][_owners_row(replicas, slot, other)])
-    source = replicas.near_to(slot, other)
+    source = replicas.hot_source(slot, other)
     return torch.equal(tables[ranks[other]][slot + num_slots], tables[ranks[source]][slot + num_slots])
 
 
@@ -65,12 +65,12 @@ def checksums(replicas: Replicas, kernels: Kernels) -> Tensor:
     The own slot is read from the parameters.  A replica that arrives encoded is compared with its owner's mirror.
     The function reads one parameter after the other, in place.  Slots that are not here have zeros.
     """
-    feedback = replicas.feedback
-    lossy = {} if feedback is None else feedback.lossy_replicas
+    codecs = replicas.codecs
+    lossy = {} if codecs is None else codecs.lossy_replicas
     encoded_of: list[tuple[int, Replica | Mirror | None]] = [
         (slot, lossy.get(slot)) for slot in range(_num_rows(replicas))
     ]
-    encoded_of += [(replicas.own_slot, mirror) for mirror in (() if feedback is None else feedback.mirrors)]
+    encoded_of += [(replicas.own_slot, mirror) for mirror in (() if codecs is None else codecs.mirrors)]
     rows = []
     for slot, encoded in encoded_of:
         tensors = _weights_of(replicas, slot, frozen_only=encoded is not None)
@@ -120,10 +120,10 @@ def _hot_weights_of(replicas: Replicas, slot: int) -> Iterator[Tensor]:
 
 def _owners_row(replicas: Replicas, slot: int, holder: int) -> int:
     """Return the row of the owner's checksums that the copy of `slot` on the rank of slot `holder` must equal."""
-    if holder == slot or replicas.feedback is None:
+    if holder == slot or replicas.codecs is None:
         return slot
-    sender = replicas.feedback.senders.get(replicas.level_between(slot, holder))
-    return _num_rows(replicas) + replicas.feedback.mirrors.index(sender) if isinstance(sender, Mirror) else slot
+    sender = replicas.codecs.senders.get(replicas.level_between(slot, holder))
+    return _num_rows(replicas) + replicas.codecs.mirrors.index(sender) if isinstance(sender, Mirror) else slot
 
 
 def _exchange(transport: Transport, replicas: Replicas, own: Tensor) -> dict[int, Tensor]:

@@ -174,7 +174,7 @@ class Attachment(EngineStep):
         """Connect engine and layers to the runtime of the present plan."""
         patches, runtime = Patches(), self.runtime
         self._plan_patches = patches
-        begin = partial(runtime.changes.before_backward, self._undo_replaced)
+        begin = partial(runtime.transaction.before_backward, self._undo_replaced)
         patches.wrap(ENGINE, "_backward_prologue_per_tensor", self.engine, begin)
         for name, hybrid in runtime.layers.items():
             patches.put(MODULE, "_hybridep", self.layers[name], hybrid)

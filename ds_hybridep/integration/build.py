@@ -20,9 +20,9 @@ from ds_hybridep.kernels import Kernels
 from ds_hybridep.plan.costs import return_depth
 from ds_hybridep.plan.partition import Partition
 from ds_hybridep.plan.token_route import TokenExchange, build_route, choose_exchange
-from ds_hybridep.sync.feedback import Encoding, no_master, no_scale
-from ds_hybridep.sync.gradients import StepChanges
+from ds_hybridep.sync.slot_codecs import Encoding, no_master, no_scale
 from ds_hybridep.sync.stages import connect, gather_stages
+from ds_hybridep.sync.transaction import Transaction
 from ds_hybridep.sync.transfers import StagePipeline
 from ds_hybridep.sync.undelivered import GradientTarget, stacked
 from ds_hybridep.tokens.exchange import Exchange, build_exchanges
@@ -143,7 +143,7 @@ class Builder:
     transport: Transport
     kernels: Kernels
     encoding: Encoding
-    changes: StepChanges
+    transaction: Transaction
     is_boundary: Callable[[], bool]
 
     def build(self, layers: Sequence[PlannedLayer]) -> tuple[dict[str, HybridMoE], MigrationManager]:
@@ -175,7 +175,7 @@ class Builder:
             if stages:  # else every domain is one rank
                 spec = layer.spec
                 replicas = Replicas(
-                    spec.name, spec.experts, layer.of_hot, stages, rank, self.encoding, self.changes,
+                    spec.name, spec.experts, layer.of_hot, stages, rank, self.encoding, self.transaction,
                     is_grouped=spec.is_grouped, hot_level=layer.hot_level,
                 )  # fmt: skip
                 if spec.group not in pipelines:

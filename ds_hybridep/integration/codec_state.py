@@ -22,12 +22,13 @@ from ds_hybridep.experts.replicas import Replicas
 from ds_hybridep.integration.build import PlannedLayer
 from ds_hybridep.integration.hot_experts import HotExperts
 from ds_hybridep.sync.dense import GroupSync
-from ds_hybridep.sync.gradients import StepChanges
+from ds_hybridep.sync.transaction import Transaction
 from ds_hybridep.sync.undelivered import Undelivered, UndeliveredGradients, collect, kept_back_in
 from ds_hybridep.transport.agreement import agree, announcing_failure
 from ds_hybridep.transport.channels import Transport
 
 PATTERN = "hybridep_rank_*.pt"
+FORMAT = 2  # of what codecs keep; what another format has kept is handed over like that of another plan
 REMEDY = "copy the files to all nodes, or remove them to begin without what codecs kept"
 
 
@@ -42,11 +43,11 @@ class CodecCheckpoint:
         migration: MigrationManager,
         waiting: UndeliveredGradients,
         syncs: Mapping[str, GroupSync],
-        changes: StepChanges,
+        transaction: Transaction,
         hot: HotExperts,
     ) -> None:
         self._config, self._transport, self._planned = config, transport, planned
-        self._migration, self._syncs, self._changes, self.waiting = migration, syncs, changes, waiting
+        self._migration, self._syncs, self._transaction, self.waiting = migration, syncs, transaction, waiting
         self._hot = hot
 
     @property
@@ -58,13 +59,15 @@ class CodecCheckpoint:
         ]
         layers = [layer.canonical() for layer in self._planned]
         synchronised = {name: [sync.memory.is_mean, sync.memory.sums_for] for name, sync in self._syncs.items()}
-        return json.dumps({"levels": levels, "layers": layers, "synchronised": synchronised}, sort_keys=True)
+        return json.dumps(
+            {"format": FORMAT, "levels": levels, "layers": layers, "synchronised": synchronised}, sort_keys=True
+        )
 
     # -- checkpoints ------------------------------------------------------------------------------------------------
 
     def save(self, folder: Path, step: int) -> None:
         """Write what lossy codecs keep into a checkpoint's folder, before it is complete; all ranks must call."""
-        if self.feedbacks and self._migration.is_stale:
+        if self.of_experts and self._migration.is_stale:
             self._migration.refresh()
         self._migration.finish()  # a run that resumes begins with up-to-date replicas
         saved = self._state() if self._has_state or self.waiting.is_in_use else None
@@ -74,7 +77,7 @@ class CodecCheckpoint:
     def _state(self) -> dict[str, Any]:
         """Return everything as of the last applied step; tensors are those in use."""
         return {
-            "experts": {one.layer: one.feedback.state_dict() for one in self.replicas if one.feedback is not None},
+            "experts": {one.layer: one.codecs.state_dict() for one in self.replicas if one.codecs is not None},
             "synchronised": {name: sync.memory.state_dict() for name, sync in self._groups.items()},
             "undelivered": [(one.name, one.start, one.values) for one in self.waiting.records()],
             "places": self.waiting.places(),
@@ -101,8 +104,8 @@ class CodecCheckpoint:
                 self._hot.load_state_dict(saved["hot_experts"], keeps_choice=bool(self._migration.not_returned))
             self._migration.refresh()
             for replicas in self.replicas:
-                if replicas.feedback is not None:
-                    replicas.feedback.load_state_dict(saved["experts"][replicas.layer])
+                if replicas.codecs is not None:
+                    replicas.codecs.load_state_dict(saved["experts"][replicas.layer])
             for name, kept in saved["synchronised"].items():
                 self._syncs[name].memory.load_state_dict(kept)
             self.waiting.add(Undelivered(*one) for one in saved["undelivered"])
@@ -142,11 +145,11 @@ class CodecCheckpoint:
 
     def hand_over(self) -> list[Undelivered]:
         """Return what waits at this rank's parameters under the next plan; all must call, with nothing under way."""
-        self._changes.commit()  # the next step uses the gradients that are there
+        self._transaction.commit()  # the next step uses the gradients that are there
         found = self.undelivered()
         self.waiting.remove()
         for replicas in self.replicas:
-            if replicas.feedback is not None and replicas.feedback.gradients.is_lossy:
+            if replicas.codecs is not None and replicas.codecs.gradients.is_lossy:
                 found += collect(replicas, replicas.domain_ranks, self._transport, self._transport.world_size)()
         return found
 
@@ -156,25 +159,25 @@ class CodecCheckpoint:
 
     def forget(self) -> None:
         """Call after weights were loaded: drops residuals, and lets the next forward ship the weights."""
-        self._changes.commit()  # changes from before the load cannot be undone
+        self._transaction.commit()  # changes from before the load cannot be undone
         self.waiting.remove()
         self._migration.mark_weights_changed()
-        for feedback in self.feedbacks:
-            feedback.gradients.forget()
+        for codecs in self.of_experts:
+            codecs.gradients.forget()
         for sync in self._syncs.values():
             sync.memory.forget()
 
     @property
     def _has_state(self) -> bool:
-        return bool(self.feedbacks or self._groups or self._hot.layers)
+        return bool(self.of_experts or self._groups or self._hot.layers)
 
     @property
     def _groups(self) -> dict[str, GroupSync]:
         return {name: sync for name, sync in self._syncs.items() if sync.is_encoded}
 
     @property
-    def feedbacks(self) -> list[ExpertCodecs]:
-        return [replicas.feedback for replicas in self.replicas if replicas.feedback is not None]
+    def of_experts(self) -> list[ExpertCodecs]:
+        return [replicas.codecs for replicas in self.replicas if replicas.codecs is not None]
 
     @property
     def replicas(self) -> list[Replicas]:

@@ -135,7 +135,7 @@ class HotLayer:
         """Send what codecs left out of experts that are hot no more; as `collect`, with nothing under way."""
         replicas = self.experts.replicas
         parts = parts_of_hot(replicas, set(earlier[self._own_domain]) - set(later[self._own_domain]))
-        if replicas.feedback is None or not any(parts):
+        if replicas.codecs is None or not any(parts):
             return list
         return collect(replicas, replicas.domain_ranks, transport, transport.world_size, parts)
 

@@ -32,8 +32,8 @@ from ds_hybridep.integration.statistics import RuntimeStatistics
 from ds_hybridep.integration.supported import check_optimizer
 from ds_hybridep.kernels import Kernels
 from ds_hybridep.sync.dense import GroupSync
-from ds_hybridep.sync.gradients import StepChanges
 from ds_hybridep.sync.messages import squared_norm
+from ds_hybridep.sync.transaction import Transaction
 from ds_hybridep.sync.undelivered import GradientTarget, Undelivered, UndeliveredGradients
 from ds_hybridep.tokens.layer import LayerStats
 from ds_hybridep.transport.channels import Transport
@@ -53,13 +53,13 @@ class HybridRuntime:
     ) -> None:
         self.config, self.transport, self.kernels = config, transport, kernels
         self._planned = tuple(planned)
-        self.changes = StepChanges()
+        self.transaction = Transaction()
         waiting = UndeliveredGradients(
             partial(_targets, transport, self._planned, facts.parameters),
             transport.world_size,
             facts.is_boundary,
             facts.loss_scale,
-            self.changes,
+            self.transaction,
         )
         self._is_stepping = self._is_committed = False
         self.shared_parameters: Callable[[str], Sequence[Tensor]] = lambda _: ()  # flat, by name of the group
@@ -68,11 +68,11 @@ class HybridRuntime:
         of_dense = replace(encoding_of(config, is_dense=True), loss_scale=facts.loss_scale)
         device = facts.specs[0].sample.device
         self.syncs = {
-            name: GroupSync(transport, ranks, name, of_dense if name == DENSE else encoding, self.changes, device)
+            name: GroupSync(transport, ranks, name, of_dense if name == DENSE else encoding, self.transaction, device)
             for name, ranks in sync_groups.items()
         }
         ours = [layer for layer in planned if layer.exchange is not None]
-        builder = Builder(config, transport, kernels, encoding, self.changes, facts.is_boundary)
+        builder = Builder(config, transport, kernels, encoding, self.transaction, facts.is_boundary)
         self.layers, self.migration = builder.build(ours)
         self.layer_stats: dict[str, LayerStats] = {name: layer.stats for name, layer in self.layers.items()}
         pairs = [(self.layers[layer.spec.name], layer) for layer in ours]
@@ -80,7 +80,7 @@ class HybridRuntime:
         if self.hot.layers:
             self.migration.before_return = self.hot.send_counts
         self.codecs = CodecCheckpoint(
-            config, transport, planned, self.migration, waiting, self.syncs, self.changes, self.hot
+            config, transport, planned, self.migration, waiting, self.syncs, self.transaction, self.hot
         )
         self.statistics = RuntimeStatistics(transport, pairs, self.hot, counts_dense=bool(self.syncs))
 
@@ -102,7 +102,7 @@ class HybridRuntime:
         if not self._is_stepping or self._is_committed:
             return False
         self._is_committed = True
-        self.changes.commit()  # first, because it frees what the step needs
+        self.transaction.commit()  # first, because it frees what the step needs
         self.migration.remember_sent()
         return True
 
@@ -125,13 +125,13 @@ class HybridRuntime:
         """
         self._is_stepping = self._is_committed = False
         if was_applied:
-            self.changes.commit()
+            self.transaction.commit()
         if self.hot.layers and (found := self.hot.after_step(was_applied=was_applied)):
             self.codecs.waiting.add(found)
         if was_applied:
             self.migration.after_step(ships=ships)
         else:
-            self.changes.undo()
+            self.transaction.undo()
             self.migration.skip_step()
         self.statistics.num_steps += 1
         self.statistics.step_ends.append(time.monotonic())
@@ -144,16 +144,14 @@ class HybridRuntime:
         drops_returned: the owners also drop the gradients that were already returned to them.
         """
         # The step calls zero_grad itself, after it has used the gradients.
-        is_undone = drops_returned and not self._is_stepping
-        if is_undone:
-            self.changes.undo()
-        self.migration.clear_gradients(is_undone=is_undone)
+        if drops_returned and not self._is_stepping:
+            self.undo_gradients()
+        self.migration.drop_gradients()
 
     def undo_gradients(self) -> None:
         """Undo what codecs have noted of gradients since the last step: no step will use them."""
-        self.changes.undo()
-        for layer in self.migration.layers:
-            layer.undo_return()
+        self.migration.finish_returns()  # what is under way would change more
+        self.transaction.undo()
 
     def refresh(self) -> None:
         """Ship all experts' weights again and wait for them; the next gathers of other parameters are exact."""
@@ -215,14 +213,14 @@ class HybridRuntime:
     @property
     def codec_s(self) -> float:
         """Seconds that this rank has spent on encoding and decoding under this plan."""
-        counters = [one.counters for one in self.codecs.feedbacks]
+        counters = [one.counters for one in self.codecs.of_experts]
         counters += [sync.memory.counters for sync in self.syncs.values()]
         return sum(one.encode_s + one.decode_s for one in counters)
 
     @property
     def undelivered_norm(self) -> float:
         """L2 norm of the gradients that this rank has kept back."""
-        squares = [feedback.gradients.squared_residual() for feedback in self.codecs.feedbacks]
+        squares = [one.gradients.squared_residual() for one in self.codecs.of_experts]
         squares += [squared_norm(one.values) for one in self.codecs.waiting.records()]
         return math.sqrt(math.fsum([*squares, *(sync.memory.squared_residual for sync in self.syncs.values())]))
 

@@ -139,23 +139,23 @@ class SiteExchange(Epochs):
 
     def _recall(self) -> None:
         """Forget what has departed: it does not count, and will be encoded anew."""
-        self._packets.changes.undo()
+        self._packets.transaction.undo()
         self._departures.forget()
 
     def after_step(self, *, was_applied: bool) -> None:
         """Keep what codecs left out, or restore it if the step was skipped."""
-        changes = self._packets.changes
+        transaction = self._packets.transaction
         self._has_caught_up = self._has_caught_up and self._is_replaying
         if self._local is not None:
             if not self._is_replaying:
                 local = self._local
                 mean, _ = self._average(lambda: local.deltas(local.due(self._engine.global_steps)), lambda: 1.0)
                 self._outer_step(local.due(self._engine.global_steps), mean)
-            changes.commit()
+            transaction.commit()
         elif was_applied:
-            changes.commit()
+            transaction.commit()
         else:
-            changes.undo()
+            transaction.undo()
 
     def _outer_step(self, fragment: int, mean: list[OwnedSlice]) -> None:
         assert self._local is not None

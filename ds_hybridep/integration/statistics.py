@@ -145,12 +145,12 @@ class RuntimeStatistics:
         if layer.migration is None:
             return None
         replicas = layer.migration.layers[layer.position].replicas
-        if replicas.feedback is None:
+        if replicas.codecs is None:
             return None
         streams = replicas.streams
         # This runs after the encoding of the next weights, which changes mirrors.
         with nullcontext() if streams is None else streams.aside():
-            sums = replicas.feedback.sums(replicas.own.sources())
+            sums = replicas.codecs.sums(replicas.own.sources())
         if streams is not None:
             streams.join()
         return sums

@@ -15,7 +15,7 @@ A codec that works on matrices gets whole rows, and whole matrices of a stack; t
 import math
 from collections import deque
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import accumulate
 
@@ -32,11 +32,11 @@ Slot = tuple[Part, ...]
 class Span:
     """A run of one tensor's elements.
 
-    name: the parameter's name.  start: index of the first element in the flattened tensor.
+    name: the parameter's name, which says its shape too.  start: index of the first element in the flattened tensor.
     """
 
     name: str
-    shape: Shape
+    shape: Shape = field(compare=False)
     start: int
     num_elements: int
 

@@ -17,10 +17,11 @@ from torch import Tensor
 from ds_hybridep.codecs import Codec
 from ds_hybridep.plan.sites import MOST_LEAVES
 from ds_hybridep.plan.slots import Span
+from ds_hybridep.sync.error_feedback import ErrorFeedback
 from ds_hybridep.sync.flat import parts_of, split
-from ds_hybridep.sync.gradients import GradientMemory, StepChanges
 from ds_hybridep.sync.home import Home
 from ds_hybridep.sync.messages import MessageLayout
+from ds_hybridep.sync.transaction import Transaction
 
 
 @dataclass(frozen=True)
@@ -64,11 +65,11 @@ class Packets:
     """
 
     def __init__(self, name: str, dense: Codec | None, experts: Codec | None, dtype: torch.dtype, home: Home) -> None:
-        self.changes = StepChanges()
+        self.transaction = Transaction()
         self._dtype, self._home = dtype, home
         self._layouts: dict[tuple[tuple[Span, ...], bool], MessageLayout] = {}
-        self._memories = {
-            kind: GradientMemory(f"{name}, sites, {kind}", (codec,), home, self.changes, 0)
+        self._gradients = {
+            kind: ErrorFeedback(f"{name}, sites, {kind}", (codec,), home, self.transaction, rank=0)
             for kind, codec in (("dense", dense), ("experts", experts))
         }
 
@@ -96,22 +97,22 @@ class Packets:
 
     def state_dict(self) -> dict[str, Any]:
         """Residuals as of the last applied step."""
-        return {kind: memory.state_dict() for kind, memory in self._memories.items()}
+        return {kind: gradients.state_dict() for kind, gradients in self._gradients.items()}
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
-        for kind, memory in self._memories.items():
-            memory.load_state_dict(saved[kind])
+        for kind, gradients in self._gradients.items():
+            gradients.load_state_dict(saved[kind])
 
     def forget(self) -> None:
         """Drop residuals."""
-        for memory in self._memories.values():
-            memory.forget()
+        for gradients in self._gradients.values():
+            gradients.forget()
 
-    def _memory(self, one: OwnedSlice) -> GradientMemory:
-        return self._memories["experts" if one.is_expert else "dense"]
+    def _gradients_of(self, one: OwnedSlice) -> ErrorFeedback:
+        return self._gradients["experts" if one.is_expert else "dense"]
 
     def _layout(self, one: OwnedSlice) -> MessageLayout | None:
-        if (codec := self._memory(one).codecs[0]) is None:
+        if (codec := self._gradients_of(one).codecs[0]) is None:
             return None
         key = one.spans, one.is_expert
         if key not in self._layouts:
@@ -125,7 +126,7 @@ class Packets:
         if (layout := self._layout(one)) is None:
             return torch.cat([tensor.detach().reshape(-1) for tensor in one.tensors]).view(torch.uint8).cpu()
         flat = torch.cat([tensor.detach().reshape(-1).float() for tensor in one.tensors])
-        return self._memory(one).encode(0, layout, split(flat, layout.parts), scale).cpu()
+        return self._gradients_of(one).senders[0].encode(layout, split(flat, layout.parts), scale).cpu()
 
     def _add(self, one: OwnedSlice, packet: Tensor, total: Tensor, scale: float) -> None:
         if not one.tensors:

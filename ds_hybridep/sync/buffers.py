@@ -10,12 +10,12 @@ from torch import Tensor
 from ds_hybridep.codecs import Codec, PacketOrder, PatchCodec
 from ds_hybridep.plan.slots import Span
 from ds_hybridep.sync.counters import CodecCounters
-from ds_hybridep.sync.feedback import Feedback
+from ds_hybridep.sync.error_feedback import ErrorFeedback
 from ds_hybridep.sync.flat import parts_of, split
-from ds_hybridep.sync.gradients import GradientMemory
 from ds_hybridep.sync.home import Home
 from ds_hybridep.sync.messages import NARROW, MessageLayout, PacketPart, load_states
 from ds_hybridep.sync.mirrors import HeldSlot, Mirror, PatchReplica, PatchSender, Replica
+from ds_hybridep.sync.slot_codecs import SlotCodecs
 
 
 class HeldSum:
@@ -23,11 +23,11 @@ class HeldSum:
 
     varies = False
 
-    def __init__(self, feedback: Feedback, slot: int, place: Tensor, scale: float) -> None:
-        layout = feedback.layout(0, slot)
+    def __init__(self, codecs: SlotCodecs, slot: int, place: Tensor, scale: float) -> None:
+        layout = codecs.layout(0, slot)
         assert layout is not None, f"slot {slot} is empty"
         self._layout: MessageLayout = layout
-        self._gradients, self._slot = feedback.gradients, slot
+        self._sender, self._receiver = codecs.gradients.senders[0], codecs.gradients.receiver(0, slot)
         self._place, self._scale = place, scale
 
     def new_messages(self) -> list[Tensor]:
@@ -43,21 +43,21 @@ class HeldSum:
     def encode(self, total: Tensor) -> list[Tensor]:
         """Return the messages of a sum, and take in what they hold; what has no room there goes into a later sum."""
         parts = self._layout.parts
-        message = self._gradients.encode(0, self._layout, split(total, parts), self._scale)
+        message = self._sender.encode(self._layout, split(total, parts), self._scale)
         decoded = self._decoded(message)
         self._place.copy_(decoded)
         if self._place.dtype != decoded.dtype:
-            self._gradients.leave_out(0, parts, split(decoded - self._place, parts), self._scale)
+            self._sender.leave_out(parts, split(decoded - self._place, parts), self._scale)
         return [message]
 
     def _decoded(self, message: Tensor) -> Tensor:
         total = torch.zeros(self._place.shape, device=self._place.device)
         sums = split(total, self._layout.parts)
-        self._gradients.add(0, self._slot, self._layout, message, sums, self._scale)
+        self._receiver.add(self._layout, message, sums, self._scale)
         return total
 
 
-class ParameterCodecs(Feedback):
+class ParameterCodecs(SlotCodecs):
     """The packets of one flat buffer of parameters, which is bit-identical on all ranks.
 
     16-bit parameters travel as patches over every level with a codec, because every holder would have to keep what a
@@ -76,7 +76,7 @@ class ParameterCodecs(Feedback):
         level_to: Sequence[int | None],
         own_slot: int,
         dtype: torch.dtype,
-        nothing: GradientMemory,
+        nothing: ErrorFeedback,
         counters: CodecCounters,
     ) -> None:
         super().__init__([parts_of(slot) for slot in spans], nothing, counters, "weight")

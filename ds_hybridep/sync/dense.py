@@ -27,13 +27,13 @@ from ds_hybridep.errors import VerificationError
 from ds_hybridep.plan.partition import Partition
 from ds_hybridep.plan.slots import Span, cut, even_bounds, whole
 from ds_hybridep.sync.buffers import HeldSum, ParameterCodecs
-from ds_hybridep.sync.feedback import Encoding, Feedback
 from ds_hybridep.sync.flat import split
-from ds_hybridep.sync.gradients import StepChanges
 from ds_hybridep.sync.memory import CodecMemory
 from ds_hybridep.sync.messages import NARROW, PacketPart
 from ds_hybridep.sync.mirrors import HeldSlot
+from ds_hybridep.sync.slot_codecs import Encoding, SlotCodecs
 from ds_hybridep.sync.stages import GatherStage, connect, gather_stages
+from ds_hybridep.sync.transaction import Transaction
 from ds_hybridep.sync.transfers import Gather, Reduce, StagedTransfer, StagePipeline, needs_equal_lengths
 from ds_hybridep.transport.channels import Purpose, Transport
 from ds_hybridep.transport.streams import DeviceStreams
@@ -51,14 +51,14 @@ class FlatSlots:
         self,
         group: "GroupSync",
         values: Sequence[Tensor],
-        feedback: Feedback | None = None,
+        codecs: SlotCodecs | None = None,
         sums: Sequence[Tensor] = (),
     ) -> None:
         self.layer = group.name
         self.stages, self.own_slot = group.stages, group.own_slot
         self.device = values[0].device
         self.streams: DeviceStreams | None = None  # work runs in the caller's stream
-        self.feedback = feedback
+        self.codecs = codecs
         self._values, self._sums = values, sums
         self._loss_scale = group.encoding.loss_scale
 
@@ -75,8 +75,8 @@ class FlatSlots:
         return [self._sums[slot]]
 
     def sum_parts(self, slot: int) -> list[Tensor]:
-        assert self.feedback is not None, f"{self.layer}: nothing is encoded"
-        return split(self._sums[slot], self.feedback.parts[slot])
+        assert self.codecs is not None, f"{self.layer}: nothing is encoded"
+        return split(self._sums[slot], self.codecs.parts[slot])
 
     def drop_sums(self, slot: int) -> None:
         """Do nothing: the sums are the caller's."""
@@ -85,11 +85,11 @@ class FlatSlots:
         return self._loss_scale()
 
 
-class _Pieces:
-    """A flat buffer cut into pieces, each of which belongs to a slot.
+class _SlottedBuffer:
+    """A flat buffer cut into spans, each of which belongs to a slot.
 
     slices: (slot, span) in the order of the buffer.
-    values: by slot, contiguous; views of the buffer where a slot's pieces follow each other, unless `copies`.
+    values: by slot, contiguous; views of the buffer where a slot's spans follow each other, unless `copies`.
     """
 
     def __init__(
@@ -129,7 +129,7 @@ class GroupSync:
         ranks: the group's ranks, in the group's order.
         name: what is synchronised, for errors and channels.
         encoding: codecs of the levels.
-        changes: shared by all that a skipped step undoes.
+        transaction: of the optimizer step.
 
     Raises:
         PlanError: the group is not a regular part of the levels.
@@ -141,7 +141,7 @@ class GroupSync:
         ranks: Sequence[int],
         name: str,
         encoding: Encoding,
-        changes: StepChanges,
+        transaction: Transaction,
         device: torch.device,
     ) -> None:
         self.transport, self.name, self.encoding = transport, name, encoding
@@ -159,7 +159,9 @@ class GroupSync:
         self.encodes_parameters = any(encoding.weight_codecs[level] is not None for level in self._levels)
         self._encodes_gradients = any(encoding.gradient_codecs[level] is not None for level in self._levels)
         self.is_encoded = self.encodes_parameters or self._encodes_gradients
-        self.memory = CodecMemory(name, transport.rank, changes, self.num_slots, encoding, self._levels, device)
+        self.memory = CodecMemory(
+            name, transport.rank, transaction, encoding, num_ranks=self.num_slots, levels=self._levels, device=device
+        )
         self._waiting: dict[Span, Tensor] = {}  # sums of earlier micro-steps that this rank adds to later ones
         self.waiting_names: set[str] = set()  # parameters with gradients that wait on some rank
         self._pipeline = StagePipeline(transport)
@@ -177,14 +179,14 @@ class GroupSync:
         """
         spans = tuple(spans) or (whole("", (flat.numel(),)),)
         if all(span.name for span in spans):
-            pieces = _Pieces(flat, self.memory.slices(spans), self.num_slots)
+            buffer = _SlottedBuffer(flat, self.memory.slices(spans), self.num_slots)
         else:
             slots_of = enumerate(cut(spans, even_bounds(spans, self.num_slots)))
-            pieces = _Pieces(flat, [(slot, span) for slot, found in slots_of for span in found], self.num_slots)
-        feedback = self.memory.feedback(pieces.spans, flat) if self._encodes_gradients else None
-        sums = self._reduce(pieces, feedback, is_last=True)
-        self._give_to_all(pieces, feedback, sums)
-        pieces.write_back()
+            buffer = _SlottedBuffer(flat, [(slot, span) for slot, found in slots_of for span in found], self.num_slots)
+        codecs = self.memory.gradient_codecs(buffer.spans, flat) if self._encodes_gradients else None
+        sums = self._reduce(buffer, codecs, is_last=True)
+        self._give_to_all(buffer, codecs, sums)
+        buffer.write_back()
 
     def reduce_to_owners(self, flat: Tensor, slices: Sequence[tuple[int, Span]], *, is_last: bool = True) -> None:
         """Replace this rank's slices of a contiguous tensor by their sums; the other slices stay as they are.
@@ -196,13 +198,13 @@ class GroupSync:
         """
         by_slot = [(self._slot_of_index[owner], span) for owner, span in slices]
         # 16-bit values are copied anyway before anything is added to them.
-        pieces = _Pieces(flat, by_slot, self.num_slots, copies=flat.dtype not in NARROW)
-        feedback = self.memory.feedback(pieces.spans, flat) if self._encodes_gradients else None
-        total = self._reduce(pieces, feedback, is_last=is_last)[self.own_slot]
-        if is_last and feedback is not None and flat.dtype in NARROW:
-            total = self._rounded(feedback[0].parts[self.own_slot], total, flat.dtype)
-        pieces.values[self.own_slot] = total if is_last else torch.zeros_like(total)
-        pieces.write_back(self.own_slot)
+        buffer = _SlottedBuffer(flat, by_slot, self.num_slots, copies=flat.dtype not in NARROW)
+        codecs = self.memory.gradient_codecs(buffer.spans, flat) if self._encodes_gradients else None
+        total = self._reduce(buffer, codecs, is_last=is_last)[self.own_slot]
+        if is_last and codecs is not None and flat.dtype in NARROW:
+            total = self._rounded(codecs[0].parts[self.own_slot], total, flat.dtype)
+        buffer.values[self.own_slot] = total if is_last else torch.zeros_like(total)
+        buffer.write_back(self.own_slot)
 
     def verify(self, checksums: Sequence[Tensor]) -> None:
         """Raise VerificationError if ranks have different checksums of what the group shares."""
@@ -225,22 +227,22 @@ class GroupSync:
         self.waiting_names.clear()
 
     def _reduce(
-        self, pieces: _Pieces, feedback: tuple[Feedback, Feedback] | None, *, is_last: bool
+        self, buffer: _SlottedBuffer, codecs: tuple[SlotCodecs, SlotCodecs] | None, *, is_last: bool
     ) -> Sequence[Tensor]:
         """Return sums by slot; that of the own slot is complete if `is_last`."""
-        sums = [value.float() if value.dtype in NARROW else value for value in pieces.values]
-        slots = FlatSlots(self, pieces.values, feedback and feedback[0], sums)
-        inner, outer = self._split_stages(is_encoded=feedback is not None)
+        sums = [value.float() if value.dtype in NARROW else value for value in buffer.values]
+        slots = FlatSlots(self, buffer.values, codecs and codecs[0], sums)
+        inner, outer = self._split_stages(is_encoded=codecs is not None)
         self._run(Reduce(slots, self._purposes[0], inner))
         carried = {self.own_slot, *(slot for stage in outer for peer in stage.peers for slot in peer.receives)}
         for slot in carried:
-            spans = pieces.spans[slot]
+            spans = buffer.spans[slot]
             for span, total in zip(spans, sums[slot].split([span.num_elements for span in spans]), strict=True):
                 if (earlier := self._waiting.pop(span, None)) is not None:
                     total += earlier
                 if not is_last:
                     self._waiting[span] = total.clone()
-        names = {span.name for spans in pieces.spans for span in spans}
+        names = {span.name for spans in buffer.spans for span in spans}
         if is_last:
             self.waiting_names -= names
             self._run(Reduce(slots, self._purposes[0], outer))
@@ -257,32 +259,32 @@ class GroupSync:
 
     def _rounded(self, parts: tuple[PacketPart, ...], total: Tensor, dtype: torch.dtype) -> Tensor:
         """Return the sum of the own slot as `dtype`; what that loses goes into later sums."""
-        rounded, loss_scale = self.memory.rounded, self.encoding.loss_scale()
-        rounded.take(0, parts, split(total, parts), loss_scale)
+        rounded, loss_scale = self.memory.rounded.senders[0], self.encoding.loss_scale()
+        rounded.take(parts, split(total, parts), loss_scale)
         result = total.to(dtype)
-        rounded.leave_out(0, parts, split(total - result, parts), loss_scale)
+        rounded.leave_out(parts, split(total - result, parts), loss_scale)
         return result
 
     def _give_to_all(
-        self, pieces: _Pieces, feedback: tuple[Feedback, Feedback] | None, sums: Sequence[Tensor]
+        self, buffer: _SlottedBuffer, codecs: tuple[SlotCodecs, SlotCodecs] | None, sums: Sequence[Tensor]
     ) -> None:
         """Gather the sums of all slots on all ranks: as they are, or as their packets hold them."""
-        own, values = self.own_slot, pieces.values
+        own, values = self.own_slot, buffer.values
         messages: dict[int, list[Tensor]] = {}
         held: dict[int, HeldSum] = {}
         results = None
-        if feedback is None:
+        if codecs is None:
             values[own].copy_(sums[own])
         else:
-            results, scale, codecs = feedback[1], self.encoding.loss_scale(), self.encoding.gradient_codecs
+            results, scale, of_level = codecs[1], self.encoding.loss_scale(), self.encoding.gradient_codecs
             if results.parts[own]:
                 with results.counters.timing("encode_s"):
                     message = HeldSum(results, own, values[own], scale).encode(sums[own])
-                messages = {level: message for level in self._levels if codecs[level] is not None}
+                messages = {level: message for level in self._levels if of_level[level] is not None}
             held = {
                 slot: HeldSum(results, slot, values[slot], scale)
                 for slot, level in enumerate(self.level_to)
-                if level is not None and codecs[level] is not None and results.parts[slot]
+                if level is not None and of_level[level] is not None and results.parts[slot]
             }
         self._run(Gather(FlatSlots(self, values, results), self._purposes[1], messages, held, is_exact=False))
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ds_hybridep.plan.slots import Span, shapes_of
-from ds_hybridep.sync.messages import PacketPart, Piece
+from ds_hybridep.sync.messages import PacketPart
 
 
 def parts_of(spans: Iterable[Span], dtype: torch.dtype = torch.float32) -> tuple[PacketPart, ...]:
@@ -19,13 +19,13 @@ def parts_of(spans: Iterable[Span], dtype: torch.dtype = torch.float32) -> tuple
         start = span.start
         for shape in shapes_of(span.shape, span.start, span.num_elements):
             num_elements = math.prod(shape)
-            pieces: tuple[tuple[Piece, int], ...] = (((span.name, start), num_elements),)
+            spans_of: tuple[Span, ...] = (Span(span.name, span.shape, start, num_elements),)
             start += num_elements
             if len(shape) == 1 and parts and len(parts[-1].shape) == 1:
                 before = parts.pop()
-                shape, pieces = (before.shape.numel() + num_elements,), before.pieces + pieces
+                shape, spans_of = (before.shape.numel() + num_elements,), before.spans + spans_of
             num_experts, *matrix = shape if len(shape) == 3 else (1, *shape)
-            parts.append(PacketPart(torch.Size(matrix), num_experts, pieces, dtype))
+            parts.append(PacketPart(torch.Size(matrix), num_experts, spans_of, dtype))
     return tuple(parts)
 
 

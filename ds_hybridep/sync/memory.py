@@ -11,10 +11,11 @@ from torch import Tensor
 from ds_hybridep.plan.slots import Span, cut, even_bounds
 from ds_hybridep.sync.buffers import ParameterCodecs
 from ds_hybridep.sync.counters import CodecCounters, CodecSums
-from ds_hybridep.sync.feedback import Encoding, Feedback
+from ds_hybridep.sync.error_feedback import ErrorFeedback
 from ds_hybridep.sync.flat import hash_of, parts_of
-from ds_hybridep.sync.gradients import GradientMemory, StepChanges
 from ds_hybridep.sync.home import Home
+from ds_hybridep.sync.slot_codecs import Encoding, SlotCodecs
+from ds_hybridep.sync.transaction import Transaction
 
 MOST_BUFFERS = 64  # whose layouts are remembered; they follow from their spans
 
@@ -26,23 +27,30 @@ class CodecMemory:
     """
 
     def __init__(
-        self, name: str, rank: int, changes: StepChanges, num_ranks: int, encoding: Encoding, levels: Sequence[int],
+        self,
+        name: str,
+        rank: int,
+        transaction: Transaction,
+        encoding: Encoding,
+        *,
+        num_ranks: int,
+        levels: Sequence[int],
         device: torch.device,
-    ) -> None:  # fmt: skip
-        self.changes, self._encoding, self._levels = changes, encoding, tuple(levels)
+    ) -> None:
+        self._encoding, self._levels = encoding, tuple(levels)
         self.is_mean = False  # True if the sums are means: DeepSpeed divides before it sums
         self.sums_for = ""  # whom DeepSpeed's sums are for, and their type: with others, what is kept has other pieces
         codecs = encoding.gradient_codecs
         slowest = next((codecs[level] for level in levels if codecs[level] is not None), None)
         home = Home(device, encoding.is_on_host)
         # What is kept on the sums' way to the owners, on their way to all ranks, and of sums that the owner rounds.
-        self.sums = GradientMemory(f"{name}, sums", codecs, home, changes, rank)
-        self.results = GradientMemory(f"{name}, results", (slowest,), home, changes, rank)
-        self.rounded = GradientMemory(f"{name}, rounded", (None,), home, changes, rank)
+        self.sums = ErrorFeedback(f"{name}, sums", codecs, home, transaction, rank=rank)
+        self.results = ErrorFeedback(f"{name}, results", (slowest,), home, transaction, rank=rank)
+        self.rounded = ErrorFeedback(f"{name}, rounded", (None,), home, transaction, rank=rank)
         self.parameters: dict[str, ParameterCodecs] = {}  # by dtype and spans
         self.counters = CodecCounters()  # what codecs did
-        self._nothing = GradientMemory("", (), Home(device), changes, rank)
-        self._buffers: dict[str, tuple[Feedback, Feedback]] = {}  # by dtype and spans, the latest ones
+        self._nothing = ErrorFeedback("", (), Home(device), transaction, rank=rank)
+        self._buffers: dict[str, tuple[SlotCodecs, SlotCodecs]] = {}  # by dtype and spans, the latest ones
         self._slices: dict[Span, list[tuple[int, Span]]] = {}  # of sums for all ranks: (slot, part of the span)
         self._saved_parameters: dict[str, Any] = {}  # states of buffers that were not asked for yet
         self._num_ranks = num_ranks
@@ -70,8 +78,8 @@ class CodecMemory:
 
     # -- buffers ----------------------------------------------------------------------------------------------------
 
-    def feedback(self, spans: Sequence[tuple[Span, ...]], like: Tensor) -> tuple[Feedback, Feedback] | None:
-        """Return feedback for a flat buffer of gradients: on the way to the owners, and of sums to all ranks.
+    def gradient_codecs(self, spans: Sequence[tuple[Span, ...]], like: Tensor) -> tuple[SlotCodecs, SlotCodecs] | None:
+        """Return the codecs of a flat buffer of gradients: on the way to the owners, and of sums to all ranks.
 
         None if they travel as they are, for example because a span has no name.  spans: by slot.
         """
@@ -82,7 +90,7 @@ class CodecMemory:
         found = self._buffers.pop(key, None)
         if found is None:
             parts = [parts_of(slot, like.dtype) for slot in spans]
-            found = Feedback(parts, self.sums, self.counters), Feedback(parts, self.results, self.counters)
+            found = SlotCodecs(parts, self.sums, self.counters), SlotCodecs(parts, self.results, self.counters)
         self._buffers[key] = found
         while len(self._buffers) > MOST_BUFFERS:
             self._buffers.pop(next(iter(self._buffers)))

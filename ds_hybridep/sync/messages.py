@@ -17,27 +17,26 @@ from torch import Tensor
 
 from ds_hybridep.codecs import Codec, CodecState
 from ds_hybridep.plan.packets import ALIGNMENT_BYTES
+from ds_hybridep.plan.slots import Span
 
 BLOCK_ELEMENTS = 2**20  # converted at a time, because a copy of all may be too large
 
 # A patch can say how values of these types change.  Sums of such values are added up in fp32.
 NARROW = (torch.bfloat16, torch.float16)
 
-# A run of one parameter's elements: its name, and the first element.  The same in every run of the program.
-Piece = tuple[str, int]
-
 
 @dataclass(frozen=True)
 class PacketPart:
     """A matrix, or a stack of e matrices, or a vector, in a message: one packet for each matrix.
 
-    pieces: (piece, number of elements); several only for a vector, one after the other.
+    spans: what it holds, by names that are the same in every run of the program; several only for a vector, one
+        after the other.
     dtype: of the parameter.
     """
 
     shape: torch.Size
     num_experts: int
-    pieces: tuple[tuple[Piece, int], ...]
+    spans: tuple[Span, ...]
     dtype: torch.dtype = torch.float32
 
     @cached_property

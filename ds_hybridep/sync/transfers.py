@@ -2,7 +2,7 @@
 """The two moves of parameters: `Gather` brings values from owners to holders, `Reduce` sums gradients at owners.
 
 Both move slots in stages, one per level (see `sync.stages`).  Codecs determine what a slot's values or sums look like
-on a link; `sync.feedback` keeps what codecs need from step to step.
+on a link; `sync.error_feedback` keeps what packets of gradients leave out.
 """
 
 import logging
@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from ds_hybridep.errors import CommunicationError, PacketError
-from ds_hybridep.sync.feedback import Feedback
 from ds_hybridep.sync.messages import MessageLayout
 from ds_hybridep.sync.mirrors import HeldSlot
+from ds_hybridep.sync.slot_codecs import SlotCodecs
 from ds_hybridep.sync.stages import GatherStage
 from ds_hybridep.transport.channels import Purpose, Transfer, Transport
 from ds_hybridep.transport.streams import DeviceStreams, Mark, Part
@@ -37,8 +37,8 @@ class Slots(Protocol):
     streams: DeviceStreams | None  # None: work runs in the caller's stream
 
     @property
-    def feedback(self) -> Feedback | None:
-        """The packets of the slots; None if everything travels as it is."""
+    def codecs(self) -> SlotCodecs | None:
+        """How the slots travel encoded; None if everything travels as it is."""
         ...
 
     def values(self, slot: int, *, trainable_only: bool) -> list[Tensor]:
@@ -119,8 +119,8 @@ class StagedTransfer(ABC):
         return self._transfer.describe(what)
 
     def _timing(self, name: Literal["encode_s", "decode_s"]) -> AbstractContextManager[None]:
-        feedback = self.slots.feedback
-        return _NOTHING if feedback is None else feedback.counters.timing(name)
+        codecs = self.slots.codecs
+        return _NOTHING if codecs is None else codecs.counters.timing(name)
 
     @abstractmethod
     def _start_stage(self, stage: GatherStage) -> Transfer: ...
@@ -173,11 +173,11 @@ class Gather(StagedTransfer):
         return stage.weights.start(sends, receives, self.purpose)
 
     def _outgoing(self, slot: int, stage: GatherStage) -> Sequence[Tensor]:
-        feedback, is_own = self.slots.feedback, slot == self.slots.own_slot
+        codecs, is_own = self.slots.codecs, slot == self.slots.own_slot
         messages = self._messages.get(stage.level) if is_own else self._arrived.get(slot)
-        if feedback is None or messages is None or not (is_own or self._replica(slot, stage)) or self._is_exact:
+        if codecs is None or messages is None or not (is_own or self._replica(slot, stage)) or self._is_exact:
             return self.slots.values(slot, trainable_only=not self._is_exact)
-        feedback.counters.count(feedback.kind, sum(one.nbytes for one in messages), feedback.fp32_bytes(slot))
+        codecs.counters.count(codecs.kind, sum(one.nbytes for one in messages), codecs.fp32_bytes(slot))
         return messages
 
     def _incoming(self, slot: int, stage: GatherStage) -> Sequence[Tensor]:
@@ -230,7 +230,7 @@ class Reduce(StagedTransfer):
         super().__init__(slots, purpose, (slots.stages if stages is None else stages)[::-1])
         self._arrivals: list[tuple[int, int, int, list[Tensor]]] = []  # (slot, level, sender, messages)
         self._sent: list[Tensor] = []  # keeps messages alive until they have been sent
-        self._scale = 1.0 if slots.feedback is None else slots.loss_scale()
+        self._scale = 1.0 if slots.codecs is None else slots.loss_scale()
 
     def _start_stage(self, stage: GatherStage) -> Transfer:
         assert stage.gradients is not None, f"{self.slots.layer}: level {stage.level} has no channel"
@@ -247,18 +247,19 @@ class Reduce(StagedTransfer):
         return stage.gradients.start(sends, receives, self.purpose)
 
     def _layout(self, slot: int, level: int) -> MessageLayout | None:
-        feedback = self.slots.feedback
-        return None if feedback is None else feedback.layout(level, slot)
+        codecs = self.slots.codecs
+        return None if codecs is None else codecs.layout(level, slot)
 
     def _outgoing(self, slot: int, level: int) -> list[Tensor]:
-        feedback, layout = self.slots.feedback, self._layout(slot, level)
-        if feedback is None or layout is None:
+        codecs, layout = self.slots.codecs, self._layout(slot, level)
+        if codecs is None or layout is None:
             sizes = self.slots.sum_sizes(slot)
             messages = [total.to(dtype) for total, (_, dtype) in zip(self.slots.sums(slot), sizes, strict=True)]
         else:
             with self._timing("encode_s"):
-                messages = [feedback.gradients.encode(level, layout, self.slots.sum_parts(slot), self._scale)]
-            feedback.counters.count("gradient", messages[0].nbytes, layout.fp32_bytes)
+                sender = codecs.gradients.senders[level]
+                messages = [sender.encode(layout, self.slots.sum_parts(slot), self._scale)]
+            codecs.counters.count("gradient", messages[0].nbytes, layout.fp32_bytes)
         self.slots.drop_sums(slot)
         return messages
 
@@ -278,10 +279,10 @@ class Reduce(StagedTransfer):
         self._arrivals, self._sent = [], []
 
     def _add(self, slot: int, level: int, sender: int, messages: Sequence[Tensor]) -> None:
-        feedback, layout = self.slots.feedback, self._layout(slot, level)
-        if feedback is not None and layout is not None:
-            sums = self.slots.sum_parts(slot)
-            feedback.gradients.add(level, sender, layout, messages[0], sums, self._scale)
+        codecs, layout = self.slots.codecs, self._layout(slot, level)
+        if codecs is not None and layout is not None:
+            receiver = codecs.gradients.receiver(level, sender)
+            receiver.add(layout, messages[0], self.slots.sum_parts(slot), self._scale)
         else:
             for total, message in zip(self.slots.sums(slot), messages, strict=True):
                 total.add_(message)

@@ -27,9 +27,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ds_hybridep.plan.slots import Span
 from ds_hybridep.sync.backward import accumulates
-from ds_hybridep.sync.gradients import StepChanges, residual_of
-from ds_hybridep.sync.messages import PacketPart, Piece
+from ds_hybridep.sync.error_feedback import residual_of
+from ds_hybridep.sync.messages import PacketPart
+from ds_hybridep.sync.transaction import Transaction
 from ds_hybridep.sync.transfers import Slots
 from ds_hybridep.transport.channels import Purpose, Transport
 
@@ -79,11 +81,16 @@ def stacked(layer: str, name: str) -> str:
 
 @dataclass(eq=False)
 class _WaitingGradient:
-    """What waits for the gradient of one parameter."""
+    """What waits for the gradient of one parameter, until a step that uses it is applied.
+
+    drop: removes this and its hook.
+    """
 
     target: GradientTarget
     runs: list[Undelivered]
+    drop: Callable[["_WaitingGradient"], None]
     is_added: bool = False  # to the gradient of the step that is under way
+    rest: Tensor | None = None  # flat, what the gradient of that step had no room for
     handle: Any = None
 
     def add(self, run: Undelivered) -> None:
@@ -93,6 +100,17 @@ class _WaitingGradient:
             known.values.add_(run.values)
         else:
             self.runs.append(run)
+
+    def commit(self) -> None:
+        """The step was applied: only `rest` still waits."""
+        if self.rest is None or not bool(self.rest.any()):
+            self.drop(self)
+        else:
+            self.runs = [Undelivered(self.target.name, self.target.start, self.rest)]
+            self.undo()
+
+    def undo(self) -> None:
+        self.is_added, self.rest = False, None
 
 
 class UndeliveredGradients:
@@ -110,9 +128,9 @@ class UndeliveredGradients:
         num_ranks: int,
         is_boundary: Callable[[], bool],
         loss_scale: Callable[[], float],
-        changes: StepChanges,
+        transaction: Transaction,
     ) -> None:
-        self._find_targets, self._num_ranks, self._changes = targets, num_ranks, changes
+        self._find_targets, self._num_ranks, self._transaction = targets, num_ranks, transaction
         self._is_boundary, self._loss_scale = is_boundary, loss_scale
         self._waiting: list[_WaitingGradient] = []
         self.is_in_use = False  # equal on all ranks: whether anything was handed over
@@ -159,7 +177,7 @@ class UndeliveredGradients:
                     waiting.add(Undelivered(target.name, first, values))
 
     def _wait_at(self, target: GradientTarget) -> _WaitingGradient:
-        parameter, waiting = target.parameter, _WaitingGradient(target, [])
+        parameter, waiting = target.parameter, _WaitingGradient(target, [], self._drop)
         is_trained = parameter.requires_grad
         parameter.requires_grad_(True)  # a frozen one takes no hook, and may be trained again
         waiting.handle = parameter.register_hook(partial(self._add_to, waiting))
@@ -170,27 +188,18 @@ class UndeliveredGradients:
     def _add_to(self, waiting: _WaitingGradient, gradient: Tensor) -> Tensor | None:
         if waiting.is_added or not self._is_boundary() or not accumulates(waiting.target.parameter):
             return None  # torch.autograd.grad, for one, returns a gradient that no step uses
+        self._transaction.join(waiting)
         waiting.is_added = True
-        undo = partial(setattr, waiting, "is_added", False)
         scale = self._num_ranks * self._loss_scale()
         total = gradient.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
         for run in waiting.runs:
             first = run.start - waiting.target.start
             total.view(-1)[first : first + run.values.numel()].add_(run.values, alpha=scale)
-        rest = None
         if gradient.dtype == torch.float16:  # what does not fit waits for the next step
             limit = torch.finfo(torch.float16).max / 2
             fitting = torch.where(gradient.isfinite(), total.clamp(-limit, limit), total)
-            rest, total = (total - fitting).nan_to_num(0.0, 0.0, 0.0).view(-1) / scale, fitting
-        self._changes.note(waiting, undo, partial(self._added, waiting, rest))
+            waiting.rest, total = (total - fitting).nan_to_num(0.0, 0.0, 0.0).view(-1) / scale, fitting
         return total.to(gradient.dtype)
-
-    def _added(self, waiting: _WaitingGradient, rest: Tensor | None) -> None:
-        """The step was applied: only `rest`, flat, still waits."""
-        if rest is None or not bool(rest.any()):
-            self._drop(waiting)
-        else:
-            waiting.is_added, waiting.runs = False, [Undelivered(waiting.target.name, waiting.target.start, rest)]
 
     def _drop(self, waiting: _WaitingGradient) -> None:
         waiting.handle.remove()
@@ -219,20 +228,20 @@ def collect(
     Args:
         ranks: by slot, the rank that owns it.
         num_ranks: those over which DeepSpeed averages: residuals are parts of sums.
-        parts: by slot as in `Feedback.parts`, what to send; None: everything.
+        parts: by slot as in `SlotCodecs.parts`, what to send; None: everything.
 
     Returns:
         A function that waits for what others have sent of this rank's experts, and returns it.
     """
-    assert (feedback := slots.feedback) is not None, f"{slots.layer}: nothing is lossy"
-    gradients, own, sent_parts = feedback.gradients, slots.own_slot, feedback.parts if parts is None else parts
+    assert (codecs := slots.codecs) is not None, f"{slots.layer}: nothing is lossy"
+    gradients, own, sent_parts = codecs.gradients, slots.own_slot, codecs.parts if parts is None else parts
     others = [slot for slot in range(len(ranks)) if slot != own]
     # Two ranks hold each other's slots as a whole, or only the hot experts, which have a slot of their own.
-    away = {slot: 0 if feedback.parts[slot] else len(ranks) for slot in others}
+    away = {slot: 0 if codecs.parts[slot] else len(ranks) for slot in others}
     gradients.home.wait()
     sent = [(ranks[slot], _residuals(slots, sent_parts[slot + away[slot]])) for slot in others]
     arrived = {slot: _zeros(slots, sent_parts[own + away[slot]]) for slot in others}
-    gradients.forget(None if parts is None else _sent_pieces(slots, parts))
+    gradients.forget(None if parts is None else _crossing(slots, parts))
     purpose = Purpose("expert_gradients", "hand-over of residuals", slots.layer)
     receives = [(ranks[slot], one) for slot, one in arrived.items()]
     transfer = transport.channel("hand_over", ranks).start(sent, receives, purpose)
@@ -241,11 +250,11 @@ def collect(
         transfer.wait()
         found: list[Undelivered] = []
         for behind in sorted(set(away.values())):
-            pieces = [piece for part in sent_parts[own + behind] for piece in part.pieces]
+            spans = [span for part in sent_parts[own + behind] for span in part.spans]
             # In the order of ranks: the same sum every time.
             total = sum((arrived[slot] for slot in others if away[slot] == behind), torch.zeros(())) / num_ranks
-            values = total.split([size for _, size in pieces]) if pieces else ()
-            found += [Undelivered(*piece, one) for (piece, _), one in zip(pieces, values, strict=True)]
+            values = total.split([span.num_elements for span in spans]) if spans else ()
+            found += [Undelivered(span.name, span.start, one) for span, one in zip(spans, values, strict=True)]
         return found
 
     return finish
@@ -257,29 +266,30 @@ def _zeros(slots: Slots, parts: Sequence[PacketPart]) -> Tensor:
 
 def _residuals(slots: Slots, parts: Sequence[PacketPart]) -> Tensor:
     """Return what this rank has left out of parts, flat, fp32."""
-    assert (feedback := slots.feedback) is not None
+    assert (codecs := slots.codecs) is not None
     found = _zeros(slots, parts)
     for total, part in zip(found.split([part.fp32_bytes // 4 for part in parts]) if parts else (), parts, strict=True):
         for stage in slots.stages:
-            if (kept := feedback.gradients.sent.get((stage.level, part.pieces[0][0]))) is not None:
-                total += feedback.gradients.value(kept).view(-1)
+            residual = codecs.gradients.senders[stage.level].residual(part.spans[0])
+            if residual is not None:
+                total += residual.view(-1)
     return found
 
 
-def _sent_pieces(slots: Slots, parts: Sequence[Sequence[PacketPart]]) -> set[tuple[int, Piece]]:
-    """Return the pieces of parts, by slot, with each level over which this rank sends or receives them."""
+def _crossing(slots: Slots, parts: Sequence[Sequence[PacketPart]]) -> set[tuple[int, Span]]:
+    """Return the spans of parts, by slot, with each level over which this rank sends or receives them."""
     return {
-        (stage.level, piece)
+        (stage.level, span)
         for stage in slots.stages
         for peer in stage.peers
         for slot in (*peer.sends, *peer.receives)
         for part in parts[slot]
-        for piece, _ in part.pieces
+        for span in part.spans
     }
 
 
 def kept_back(saved: Mapping[str, Any], scale: float, share_of: ShareOf, places: Places) -> Iterator[Undelivered]:
-    """Yield the residuals of `GradientMemory.state_dict`, times `scale` and their share."""
+    """Yield the residuals of `ErrorFeedback.state_dict`, times `scale` and their share."""
     for sent in saved["sent"]:
         name, start = sent["piece"]
         name, first = places.get(name, (name, 0))

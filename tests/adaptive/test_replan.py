@@ -83,11 +83,11 @@ def kept_back(engine: Engine) -> dict[str, torch.Tensor]:
     result = {}
     for replicas in replicas_of(engine):
         total = torch.zeros(len(replicas.domain_ranks), sum(part.rows * part.cols for part in replicas.parts) * 2)
-        gradients, sizes = replicas.feedback.gradients, [part.fp32_bytes // 4 for part in replicas.parts]
-        starts = {part.pieces[0][0]: slot for slot, parts in enumerate(replicas.slot_parts) for part in parts}
-        for (_, (name, start)), piece in gradients.sent.items():
-            place = total[starts[name, start]].split(sizes)[replicas.trainable_names.index(name.split()[1])]
-            place += gradients.value(piece).view(-1)
+        gradients, sizes = replicas.codecs.gradients, [part.fp32_bytes // 4 for part in replicas.parts]
+        starts = {part.spans[0]: slot for slot, parts in enumerate(replicas.slot_parts) for part in parts}
+        for _, span, residual in gradients.undelivered():
+            place = total[starts[span]].split(sizes)[replicas.trainable_names.index(span.name.split()[1])]
+            place += residual.view(-1)
         result[replicas.layer] = total
     return result
 

@@ -75,7 +75,7 @@ def distance_of_mirrors(case: Case, codecs: Codecs) -> list[float]:
                 migration_of(engine)._ship(is_exact=False)
             migration_of(engine).finish_shipments()
             runtime_of(engine).verify()
-            sums = [m.squared_distance(r.own.sources()) for r in replicas_of(engine) for m in r.feedback.mirrors]
+            sums = [m.squared_distance(r.own.sources()) for r in replicas_of(engine) for m in r.codecs.mirrors]
             distances.append((sum(apart for apart, _ in sums) / sum(whole for _, whole in sums)) ** 0.5)
         return distances
 
@@ -281,8 +281,8 @@ def corrupt_replica(case: Case, codecs: Codecs) -> tuple[str, str]:
         train(engine, case, 0, 2)
         migration_of(engine).finish_shipments()
         if dist.get_rank() == 2:
-            feedback = replicas_of(engine)[1].feedback
-            next(iter(feedback.replicas.values())).values[0][0, 0, 0] += 2**-10
+            codecs = replicas_of(engine)[1].codecs
+            next(iter(codecs.replicas.values())).values[0][0, 0, 0] += 2**-10
         return error_of(train, engine, case, 2, 2)
 
 

@@ -62,8 +62,8 @@ def bytes_of_steps(case: Case, codecs: Any, state: str) -> dict[str, Any]:
 
 def kept_by(engine: Any) -> list[torch.Tensor]:
     """Residuals of gradients, and the weights of replicas."""
-    feedbacks = [replicas.feedback for replicas in replicas_of(engine)]
-    kept = [piece.residual for one in feedbacks for piece in one.gradients.sent.values()]
+    feedbacks = [replicas.codecs for replicas in replicas_of(engine)]
+    kept = [residual for one in feedbacks for residual in one.gradients.residuals]
     kept += [weights for replicas in replicas_of(engine) for weights in replicas.weights]
     return [tensor.clone() for tensor in kept]
 

@@ -4,20 +4,18 @@
 from unittest import mock
 
 import pytest
-import torch
 
 from ds_hybridep.errors import GradientNotReturnedError
 from ds_hybridep.experts import migration
 from ds_hybridep.experts.migration import Gradients, LayerExperts, ReturnHandle, Weights
-from ds_hybridep.sync.gradients import StepChanges
 
 
 @pytest.fixture
 def layer():
-    replicas = mock.Mock(feedback=None, streams=None, layer="moe")
+    replicas = mock.Mock(codecs=None, streams=None, layer="moe")
     replicas.take_returned.return_value = ["what came back"]
     with (
-        mock.patch.object(migration, "WeightShipment", return_value=mock.Mock()),
+        mock.patch.object(migration, "make_shipment", return_value=mock.Mock()),
         mock.patch.object(migration, "Reduce", side_effect=lambda *_: mock.Mock()),
     ):
         yield LayerExperts(replicas, mock.Mock(), mock.Mock())
@@ -64,56 +62,27 @@ def test_a_layer_that_runs_twice_in_a_backward_finishes_its_first_return_before_
     assert layer.returning is second
 
 
-def test_gradients_that_are_dropped_on_their_way_are_taken_in_before_the_next_ones(layer: LayerExperts) -> None:
+def test_gradients_that_are_dropped_on_their_way_are_taken_in_first(layer: LayerExperts) -> None:
+    handle = ReturnHandle()
     layer.add_gradients([])
-    layer.start_return(ReturnHandle())
-    layer.drop_gradients(is_undone=False)
-    assert layer.gradients is Gradients.DROPPED
-    layer.replicas.add_gradients.reset_mock()
-    layer.add_gradients([])
-    layer.gradient_pipeline.wait.assert_called_once()
-    assert layer.gradients is Gradients.ACCUMULATING
+    layer.start_return(handle)
+    layer.drop_gradients()
+    layer.gradient_pipeline.wait.assert_called_once_with(handle.operation)
+    assert (layer.gradients, layer.returning) == (Gradients.EMPTY, None)
 
 
-@pytest.mark.parametrize("is_undone", [False, True])
-def test_what_codecs_note_of_dropped_gradients_is_undone_where_the_drop_was(
-    layer: LayerExperts, is_undone: bool
-) -> None:
-    changes, undone = StepChanges(), []
-    layer.replicas.feedback = mock.MagicMock()
-    layer.replicas.feedback.gradients.changes = changes
-    layer.replicas.feedback.gradients.noted.return_value = ["own"]
+def test_gradients_that_are_dropped_before_they_leave_need_no_wait(layer: LayerExperts) -> None:
     layer.add_gradients([])
-    layer.start_return(ReturnHandle())
-    layer.drop_gradients(is_undone=is_undone)
-    changes.note("own", lambda: undone.append("own"))
-    changes.note("of another layer", lambda: undone.append("of another layer"))
-    layer.finish_dropped()
-    assert layer.gradients is Gradients.EMPTY
-    assert undone == (["own"] if is_undone else [])
-    assert list(changes.notes) == (["of another layer"] if is_undone else ["own", "of another layer"])
-
-
-@pytest.mark.parametrize("is_dropped", [False, True])
-def test_a_return_on_its_way_can_still_be_undone(layer: LayerExperts, is_dropped: bool) -> None:
-    layer.undo_return()
-    assert layer.gradients is Gradients.EMPTY
-    layer.add_gradients([])
-    layer.undo_return()
-    assert layer.gradients is Gradients.ACCUMULATING
-    layer.start_return(ReturnHandle())
-    if is_dropped:
-        layer.drop_gradients(is_undone=False)
-    layer.undo_return()
-    assert layer.gradients is Gradients.UNDONE
-    layer.finish_dropped()
+    layer.drop_gradients()
+    layer.gradient_pipeline.wait.assert_not_called()
+    layer.replicas.drop_all_sums.assert_called_once()
     assert layer.gradients is Gradients.EMPTY
 
 
 def test_dropping_nothing_touches_nothing(layer: LayerExperts) -> None:
-    layer.drop_gradients(is_undone=True)
+    layer.drop_gradients()
     assert layer.gradients is Gradients.EMPTY
-    layer.replicas.clear_sums.assert_not_called()
+    layer.replicas.drop_all_sums.assert_not_called()
 
 
 def test_a_backward_of_before_a_change_of_plan_is_refused(layer: LayerExperts) -> None:
@@ -122,48 +91,3 @@ def test_a_backward_of_before_a_change_of_plan_is_refused(layer: LayerExperts) -
     layer.replicas.version = 4
     with pytest.raises(GradientNotReturnedError, match="moe: this backward belongs to a forward that ran before"):
         layer.refuse_old(version)
-
-
-def test_only_the_first_change_of_a_step_is_undone_and_none_after_an_applied_one() -> None:
-    changes, undone, encoder = StepChanges(), [], object()
-    changes.note(encoder, lambda: undone.append("first"))
-    changes.note(encoder, lambda: undone.append("second"))
-    assert encoder in changes
-    changes.undo()
-    assert undone == ["first"]
-    assert encoder not in changes
-    changes.note(encoder, lambda: undone.append("third"))
-    changes.commit()
-    changes.undo()
-    assert undone == ["first"]
-
-
-def test_changes_of_an_earlier_backward_are_undone_and_none_of_the_same() -> None:
-    changes, found = StepChanges(), []
-
-    def begin(gradient: torch.Tensor) -> None:
-        changes.before_backward(lambda: (found.append("undone"), changes.undo()), found.append, "began")
-        changes.note("encoder", lambda: None)
-
-    x = torch.ones(1, requires_grad=True)
-    outputs = x * 2, x * 3
-    for output in outputs:
-        output.register_hook(begin)
-    for _ in range(2):  # through the same graph
-        sum(outputs).backward(retain_graph=True)
-    assert found == ["began", "began", "undone", "began", "began"]
-    assert changes.notes
-
-
-def test_changes_before_the_first_output_belong_to_the_same_backward() -> None:
-    changes, found = StepChanges(), []
-    x = torch.ones(1, requires_grad=True)
-    behind, output = x * 2, x * 3
-    output.register_hook(
-        lambda gradient: changes.before_backward(lambda: found.append("undone"), found.append, "began")
-    )
-    total = (behind * output).sum()
-    total.register_hook(lambda gradient: changes.note("layer", lambda: None))
-    total.backward()
-    assert found == ["began"]
-    assert changes.notes

@@ -19,16 +19,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from ds_hybridep.errors import UnsupportedError
-from ds_hybridep.experts.replicas import Replicas, WeightShipment
+from ds_hybridep.experts.replicas import Replicas, make_shipment
 from ds_hybridep.integration import log, supported
 from ds_hybridep.kernels import RoutePlan, load_kernels
 from ds_hybridep.plan.cluster import Cluster, Level
 from ds_hybridep.plan.partition import Partition
 from ds_hybridep.plan.slots import whole
 from ds_hybridep.sync.dense import GroupSync
-from ds_hybridep.sync.feedback import Encoding
-from ds_hybridep.sync.gradients import StepChanges
+from ds_hybridep.sync.slot_codecs import Encoding
 from ds_hybridep.sync.stages import gather_stages
+from ds_hybridep.sync.transaction import Transaction
 from ds_hybridep.sync.transfers import Reduce
 from ds_hybridep.tokens import exchange as row_exchange
 from ds_hybridep.tokens.exchange import Exchange, dispatch_rows, swap
@@ -109,12 +109,11 @@ def test_migration_of_a_layer_stays_on_the_device(weights_codec: str, gradient_c
     encoding = Encoding(weight_codecs=(codecs[0],) * 2, gradient_codecs=(codecs[1],) * 2, loss_scale=lambda: 8.0)
     channel = NoChannel()
     stages = tuple(replace(stage, weights=channel, gradients=channel) for stage in gather_stages(partition, 1))
-    changes = StepChanges()
+    transaction = Transaction()
     with OneDevice():
-        replicas = Replicas("layer", experts, partition, stages, 1, encoding, changes)
+        replicas = Replicas("layer", experts, partition, stages, 1, encoding, transaction)
         for is_exact in (True, False, False):
-            shipment = WeightShipment(replicas, is_exact=is_exact)
-            shipment.load()
+            shipment = make_shipment(replicas, is_exact=is_exact)
             replicas.add_gradients(map(torch.empty_like, replicas.trainable_weights(replicas.replica_slots)))
             replicas.make_senders()
             for transfer in (shipment, Reduce(replicas, Purpose("expert_gradients", "return"))):
@@ -122,7 +121,7 @@ def test_migration_of_a_layer_stays_on_the_device(weights_codec: str, gradient_c
                     transfer.advance()
             replicas.take_returned()
             replicas.own.free()
-            changes.undo()
+            transaction.undo()
     assert all(sent == received for sent, received in channel.num_bytes)
 
 
@@ -185,7 +184,7 @@ def test_sums_by_level_stay_on_the_device(codec: str | None) -> None:
     transport.channel.return_value = channel
     made = None if codec is None else make_codec(codec, kernels="reference")
     encoding = Encoding((made, None), (made, None))
-    group = GroupSync(transport, range(4), "dense", encoding, StepChanges(), DEVICE)
+    group = GroupSync(transport, range(4), "dense", encoding, Transaction(), DEVICE)
     with OneDevice():
         group.all_reduce(torch.empty(10, device=DEVICE, dtype=torch.bfloat16))
         group.reduce_to_owners(

@@ -139,9 +139,9 @@ def undelivered(engine: Engine) -> dict[str, torch.Tensor]:
     """What all ranks together have not delivered of each parameter of all experts, as parts of sums."""
     num_experts = engine.module.config.num_experts
     pieces = [
-        (name, start, replicas.feedback.gradients.value(one).reshape(-1))
+        (span.name, span.start, residual.reshape(-1))
         for replicas in replicas_of(engine)
-        for (_, (name, start)), one in replicas.feedback.gradients.sent.items()
+        for _, span, residual in replicas.codecs.gradients.undelivered()
     ]
     waiting = runtime_of(engine).codecs.waiting.records()
     pieces += [(one.name, one.start, dist.get_world_size() * one.values) for one in waiting]
@@ -159,10 +159,10 @@ def undelivered(engine: Engine) -> dict[str, torch.Tensor]:
 
 
 def sent_by(replicas: Any) -> set[Any]:
-    """What a rank sends of the present hot experts, by level: the pieces that have another packet to wait for."""
+    """What a rank sends of the present hot experts, by level: the spans that have another packet to wait for."""
     peers = [(stage.level, peer) for stage in replicas.stages for peer in stage.peers]
     parts = [(level, part) for level, peer in peers for slot in peer.receives for part in replicas.slot_parts[slot]]
-    return {(level, piece) for level, part in parts for piece, _ in part.pieces}
+    return {(level, span) for level, part in parts for span in part.spans}
 
 
 def go_back_in_the_middle(case: Case, codecs: Sequence[Any], folder: str) -> dict[str, Any]:
@@ -176,7 +176,10 @@ def go_back_in_the_middle(case: Case, codecs: Sequence[Any], folder: str) -> dic
         engine.step()
         engine.load_checkpoint(folder)
         loaded, now = undelivered(engine), [one["hot_experts"] for one in ds_hybridep.stats(engine)["layers"]]
-        stranded = [len(one.feedback.gradients.sent.keys() - sent_by(one)) for one in replicas_of(engine)]
+        stranded = [
+            len({(level, span) for level, span, _ in one.codecs.gradients.undelivered()} - sent_by(one))
+            for one in replicas_of(engine)
+        ]
         engine.backward(loss_of(engine, case, *batch_of(case, 2, 1)))
         engine.step()
         losses = train(engine, case, 3, 2)

@@ -92,7 +92,7 @@ def test_nothing_is_left_of_a_run_whose_optimizer_state_was_not_loaded() -> None
     site = TakesOver()
     site._packets = Packets("a", make_codec(BlockwiseConfig(type="int2")), None, torch.float32, HOME)
     site._packets.encode(one)
-    site._packets.changes.commit()
+    site._packets.transaction.commit()
     site._local = LocalSteps([one], 2, HOME)
     site._local.apply(0, [OwnedSlice(one.spans, (torch.ones(3, 3),), False)])
     weight.fill_(2.0)  # a checkpoint is loaded

@@ -20,9 +20,9 @@ from ds_hybridep.integration.build import encoding_of
 from ds_hybridep.plan.cluster import divisors
 from ds_hybridep.plan.costs import return_depth
 from ds_hybridep.plan.partition import Partition
-from ds_hybridep.sync.feedback import Encoding
-from ds_hybridep.sync.gradients import StepChanges
+from ds_hybridep.sync.slot_codecs import Encoding
 from ds_hybridep.sync.stages import gather_stages
+from ds_hybridep.sync.transaction import Transaction
 
 DomainSizes = tuple[int, ...]
 Layer = tuple[nn.Module, int, int]  # an expert without memory, experts per rank, ranks in the group
@@ -121,7 +121,7 @@ def _memory_of_layer(
     if partition.domain_size == 1:
         return LayerNeeds()
     rank = partition.group_ranks[0]
-    held = Replicas("", experts, partition, gather_stages(partition, rank), rank, encoding, StepChanges())
+    held = Replicas("", experts, partition, gather_stages(partition, rank), rank, encoding, Transaction())
     held.make_senders()
     replicas = sum(weights.nbytes for weights in held.weights)
     codecs = held.num_bytes - replicas
@@ -129,7 +129,6 @@ def _memory_of_layer(
         held.own.make_room(trainable_only=not keeps_own)
     staging = sum(weights.nbytes for weights in held.weights) - replicas
     own_bytes = sum(weights.nbytes for weights in held.values(held.replica_slots[0], trainable_only=True))
-    sent = held.feedback.gradients.sent.values() if held.feedback is not None else ()
     slot_sums = sum(part.fp32_bytes for part in held.parts)
     return LayerNeeds(
         replicas=replicas + (staging if keeps_own else 0),
@@ -139,7 +138,7 @@ def _memory_of_layer(
         sent=0 if keeps_own or not held.sends_patches else own_bytes,
         sums=slot_sums * len(held.replica_slots),
         own_sums=slot_sums,
-        residuals=sum(piece.residual.nbytes for piece in sent),
+        residuals=0 if held.codecs is None else sum(one.nbytes for one in held.codecs.gradients.residuals),
     )
 
 

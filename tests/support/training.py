@@ -133,7 +133,7 @@ def replicas_of(engine: Engine) -> list[Any]:
 
 
 def residuals_of(engine: Engine) -> list[torch.Tensor]:
-    return [p.residual.clone() for one in replicas_of(engine) for p in one.feedback.gradients.sent.values()]
+    return [residual.clone() for one in replicas_of(engine) for residual in one.codecs.gradients.residuals]
 
 
 def initialize(case: Case, model: nn.Module, *, with_block: bool, **config: Any) -> Engine:

@@ -69,7 +69,7 @@ def test_parts_cover_a_slot_with_whole_rows(spans: list[Span], data: st.DataObje
         # Where a tensor is whole, so are its matrices.
         for span in slot:
             if len(span.shape) == 3 and span.num_elements == math.prod(span.shape) >= MIN_MATRIX:
-                experts = [p for p in parts if p.pieces[0][0][0] == span.name and len(p.shape) > 1]
+                experts = [p for p in parts if p.spans[0].name == span.name and len(p.shape) > 1]
                 assert sum(p.num_experts * p.rows for p in experts) == span.shape[0] * span.shape[1]
 
 

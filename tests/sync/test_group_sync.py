@@ -16,8 +16,8 @@ from ds_hybridep.codecs import PatchCodec
 from ds_hybridep.plan.cluster import Cluster, Level
 from ds_hybridep.plan.slots import cut, even_bounds, whole
 from ds_hybridep.sync.dense import GroupSync
-from ds_hybridep.sync.feedback import Encoding
-from ds_hybridep.sync.gradients import StepChanges
+from ds_hybridep.sync.slot_codecs import Encoding
+from ds_hybridep.sync.transaction import Transaction
 from ds_hybridep.sync.undelivered import kept_back_in
 
 pytestmark = pytest.mark.dist
@@ -27,21 +27,22 @@ TOTAL = sum(span.num_elements for span in SPANS)
 CPU = torch.device("cpu")
 
 
-def open_group(sizes: tuple[int, ...], weights: list[Any], gradients: list[Any], backends: Any = ()) -> GroupSync:
+def open_group(
+    sizes: tuple[int, ...], weights: list[Any], gradients: list[Any], backends: Any = ()
+) -> tuple[GroupSync, Transaction]:
     transport = open_transport(
         Cluster(tuple(Level(f"level {at}", size) for at, size in enumerate(sizes))), timeout_s=100
     )
     transport.backends = tuple(backends) or transport.backends
     made = [None if name is None else PatchCodec() if name == "patch" else make_codec(name) for name in weights]
     sums = [None if name is None else make_codec(name) for name in gradients]
-    return GroupSync(
-        transport, range(math.prod(sizes)), "test", Encoding(tuple(made), tuple(sums)), StepChanges(), CPU
-    )
+    encoding, transaction = Encoding(tuple(made), tuple(sums)), Transaction()
+    return GroupSync(transport, range(math.prod(sizes)), "test", encoding, transaction, CPU), transaction
 
 
 def gather_changes(sizes: tuple[int, ...], dtype: str, codecs: list[Any], backends: Any = ()) -> dict[str, Any]:
     """Parameters after each of four gathers, and what they should be; the owners' values drift."""
-    group = open_group(sizes, codecs, [None] * len(sizes), backends)
+    group, transaction = open_group(sizes, codecs, [None] * len(sizes), backends)
     rank, world_size = dist.get_rank(), dist.get_world_size()
     size = math.ceil(TOTAL / world_size) * world_size
     spans = (*SPANS, whole("padding", (size - TOTAL,)))
@@ -97,7 +98,7 @@ def sum_repeatedly(
     sizes: tuple[int, ...], codecs: list[Any], num_sums: int, dtype: str, owners: bool
 ) -> dict[str, Any]:
     """The mean over several sums of the same gradients, beside the exact one: what is left out comes later."""
-    group = open_group(sizes, [None] * len(sizes), codecs)
+    group, transaction = open_group(sizes, [None] * len(sizes), codecs)
     rank, world_size = dist.get_rank(), dist.get_world_size()
     parts = [torch.randn(TOTAL, generator=torch.Generator().manual_seed(11 + one)) for one in range(world_size)]
     parts = [part.to(getattr(torch, dtype)) for part in parts]
@@ -113,7 +114,7 @@ def sum_repeatedly(
             group.reduce_to_owners(last, slices)
         else:
             group.all_reduce(last, SPANS)
-        group.memory.changes.commit()
+        transaction.commit()
         total += last.double()
     mean = total / num_sums
     wanted = mine if owners else torch.ones_like(mine)
@@ -147,10 +148,10 @@ def test_what_sums_leave_out_comes_later(
 
 
 def sum_of_unknown(sizes: tuple[int, ...]) -> tuple[bool, int]:
-    group = open_group(sizes, [None] * len(sizes), ["int4", *[None] * (len(sizes) - 1)])
+    group, transaction = open_group(sizes, [None] * len(sizes), ["int4", *[None] * (len(sizes) - 1)])
     total = torch.full((3, 50), dist.get_rank() + 1.001)
     group.all_reduce(total)
-    kept = len(group.memory.sums.sent)
+    kept = len(group.memory.sums.residuals)
     group.transport.close()
     expected = sum(rank + 1.001 for rank in range(math.prod(sizes)))
     return bool(torch.allclose(total, torch.full((3, 50), expected), rtol=1e-6)), kept
@@ -165,7 +166,7 @@ def sum_small_numbers(codec: Any, owners: bool, num_sums: int) -> list[float]:
 
     Returns the largest distance, the mean of all, and the mean of elements below 3e-4 of the largest.
     """
-    group = open_group((2, 2), [None, None], [codec, None])
+    group, transaction = open_group((2, 2), [None, None], [codec, None])
     rank = dist.get_rank()
     generator = torch.Generator().manual_seed(5)
     sizes = torch.exp(torch.rand(TOTAL, generator=generator) * math.log(1e-4))
@@ -181,7 +182,7 @@ def sum_small_numbers(codec: Any, owners: bool, num_sums: int) -> list[float]:
             group.reduce_to_owners(last, slices)
         else:
             group.all_reduce(last, SPANS)
-        group.memory.changes.commit()
+        transaction.commit()
         found += torch.where(mine, last.double(), 0.0)
     waiting = torch.zeros(TOTAL, dtype=torch.float64)
     starts = {span.name: start for span, start in zip(SPANS, (0, 1280, 1312), strict=True)}
@@ -215,7 +216,7 @@ def test_small_gradients_of_16_bits_arrive(pool4: ProcessPool, codec: Any, owner
 
 def sum_in_micro_steps(sizes: tuple[int, ...], num_micro_steps: int) -> dict[str, Any]:
     """Sums of several micro-steps, crossing the slow level once, and bytes."""
-    group = open_group(sizes, [None] * len(sizes), [None] * len(sizes))
+    group, transaction = open_group(sizes, [None] * len(sizes), [None] * len(sizes))
     rank, world_size = dist.get_rank(), dist.get_world_size()
     slots = cut(SPANS, even_bounds(SPANS, world_size))
     slices = [(owner, span) for owner, slot in enumerate(slots) for span in slot]

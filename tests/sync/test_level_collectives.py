@@ -19,8 +19,8 @@ from torch import distributed as dist
 from ds_hybridep.plan.cluster import Cluster, Level
 from ds_hybridep.plan.slots import whole
 from ds_hybridep.sync.dense import GroupSync
-from ds_hybridep.sync.feedback import Encoding
-from ds_hybridep.sync.gradients import StepChanges
+from ds_hybridep.sync.slot_codecs import Encoding
+from ds_hybridep.sync.transaction import Transaction
 
 pytestmark = pytest.mark.dist
 
@@ -58,7 +58,7 @@ def open_collectives(sizes: tuple[int, ...]) -> GroupSync:
     cluster = Cluster(tuple(Level(f"level {index}", size) for index, size in enumerate(sizes)))
     transport, exact = open_transport(cluster, timeout_s=100), (None,) * len(sizes)
     ranks = range(math.prod(sizes))
-    return GroupSync(transport, ranks, "test", Encoding(exact, exact), StepChanges(), torch.device("cpu"))
+    return GroupSync(transport, ranks, "test", Encoding(exact, exact), Transaction(), torch.device("cpu"))
 
 
 def spans_of(slices: Sequence[tuple[int, int]]) -> list[tuple[int, Any]]:

@@ -61,7 +61,7 @@ def state_over_time(case: Case, kind: str, steps: int, folder: str) -> dict[str,
             at_times.begin(step)
             train(engine, case, step, 1)
             if step in (steps // 4, steps - 1):
-                kept = [t for sync in syncs_of(engine) for p in sync.memory.sums.sent.values() for t in p.tensors]
+                kept = [one for sync in syncs_of(engine) for one in sync.memory.sums.residuals]
                 found["tensors"].append((len(kept), sum(tensor.nbytes for tensor in kept)))
                 engine.save_checkpoint(folder, tag="now")
                 files = [path.stat().st_size for path in Path(folder, "now").glob("hybridep_rank_*")]

@@ -78,7 +78,7 @@ def test_a_header_that_cannot_be_right_is_refused(sender, num_rows, what):
 
 def gather_of(replica: PatchReplica, message: torch.Tensor) -> Gather:
     """A gather into which rank 7 has sent `message` for slot 1."""
-    slots = SimpleNamespace(feedback=mock.MagicMock(), stages=(), own_slot=0, streams=None)
+    slots = SimpleNamespace(codecs=mock.MagicMock(), stages=(), own_slot=0, streams=None)
     purpose = Purpose("expert_weights", "gather of weights", "blocks.1.moe")
     gather = Gather(slots, purpose, {}, {1: replica}, is_exact=False)
     gather._fresh, gather._arrived = [(1, 7)], {1: [message]}

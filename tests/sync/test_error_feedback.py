@@ -12,12 +12,13 @@ from codec_cases import make_codec
 from ds_hybridep.codecs.compact import compact, expand
 from ds_hybridep.config_codecs import recommended_codecs
 from ds_hybridep.errors import PacketError
-from ds_hybridep.plan.slots import whole
-from ds_hybridep.sync.feedback import Feedback
+from ds_hybridep.plan.slots import Span, whole
+from ds_hybridep.sync.error_feedback import ErrorFeedback, residual_of
 from ds_hybridep.sync.flat import parts_of
-from ds_hybridep.sync.gradients import GradientMemory, StepChanges, residual_of
 from ds_hybridep.sync.home import Home
 from ds_hybridep.sync.messages import MessageLayout, PacketPart
+from ds_hybridep.sync.slot_codecs import SlotCodecs
+from ds_hybridep.sync.transaction import Transaction
 from ds_hybridep.sync.undelivered import GradientTarget, Undelivered, UndeliveredGradients, collect, kept_back_in
 
 CPU = torch.device("cpu")
@@ -25,28 +26,30 @@ SHAPE = (2, 32, 40)
 
 
 def part_of(dtype: torch.dtype = torch.float32, name: str = "w", slot: int = 1) -> PacketPart:
-    return PacketPart(torch.Size(SHAPE[1:]), SHAPE[0], (((name, slot * math.prod(SHAPE)), math.prod(SHAPE)),), dtype)
+    return PacketPart(
+        torch.Size(SHAPE[1:]), SHAPE[0], (Span(name, SHAPE, slot * math.prod(SHAPE), math.prod(SHAPE)),), dtype
+    )
 
 
 class Sender:
     """One sender of some parts over one level, and its receiver."""
 
     def __init__(self, codec: Any, *parts: PacketPart, is_host: bool = False, kernels: Any = "reference") -> None:
-        self.changes, self.codec = StepChanges(), make_codec(codec, kernels=kernels)
-        self.memory = GradientMemory("layer", (self.codec,), Home(CPU, is_host), self.changes, 0)
-        self.other = GradientMemory("layer", (self.codec,), Home(CPU), StepChanges(), 1)
+        self.transaction, self.codec = Transaction(), make_codec(codec, kernels=kernels)
+        self.feedback = ErrorFeedback("layer", (self.codec,), Home(CPU, is_host), self.transaction, rank=0)
+        self.other = ErrorFeedback("layer", (self.codec,), Home(CPU), Transaction(), rank=1)
         self.parts = parts
 
     def encode(self, *gradients: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
-        return self.memory.encode(0, MessageLayout(self.codec, self.parts), gradients, scale)
+        return self.feedback.senders[0].encode(MessageLayout(self.codec, self.parts), gradients, scale)
 
     def receive(self, message: torch.Tensor, scale: float = 1.0) -> list[torch.Tensor]:
         found = [torch.zeros(part.num_experts, *part.shape) for part in self.parts]
-        self.other.add(0, 0, MessageLayout(self.codec, self.parts), message, found, scale)
+        self.other.receiver(0, 0).add(MessageLayout(self.codec, self.parts), message, found, scale)
         return found
 
     def residuals(self) -> list[torch.Tensor]:
-        return [self.memory.value(piece) for piece in self.memory.sent.values()]
+        return [residual for _, _, residual in self.feedback.undelivered()]
 
 
 def normal(seed: int, *shape: int) -> torch.Tensor:
@@ -62,32 +65,32 @@ def test_residuals_are_what_was_not_sent(codec: Any, dtype: torch.dtype, is_host
     for step in range(4):
         wanted = normal(step) + expected
         expected = wanted - sender.receive(sender.encode(normal(step) * 8.0, scale=8.0))[0]
-        (piece,) = sender.memory.sent.values()
         if dtype.itemsize == 2:
-            assert piece.residual.dtype == torch.int16
-            assert piece.residual.nbytes <= 2.52 * math.prod(SHAPE)
+            stored = sender.feedback.residuals[0]
+            assert stored.dtype == torch.int16
+            assert stored.nbytes <= 2.52 * math.prod(SHAPE)
             unit = 2.0 ** (math.ceil(math.log2(float(expected.abs().max()))) - 19)
             torch.testing.assert_close(sender.residuals()[0], expected, rtol=0, atol=unit)
             expected = sender.residuals()[0]
         assert torch.equal(sender.residuals()[0], expected)
-        sender.changes.commit()
-        assert torch.equal(residual_of(piece.state_dict()), expected)
+        sender.transaction.commit()
+        (saved,) = sender.feedback.state_dict()["sent"]
+        assert torch.equal(residual_of(saved), expected)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_a_skipped_step_leaves_no_bit_changed_and_no_second_copy(dtype: torch.dtype) -> None:
     sender = Sender({"type": "low_rank", "rank": 2}, part_of(dtype))
     sender.encode(normal(1))
-    sender.changes.commit()
-    (piece,) = sender.memory.sent.values()
-    before = piece.residual.clone()
+    sender.transaction.commit()
+    before = sender.residuals()[0]
     message = sender.encode(normal(2))
     sender.encode(normal(3))  # twice in one step
-    assert len(piece.tensors) == 2
-    assert torch.equal(piece.state_dict()["residual"], before)  # as of the last applied step
-    sender.changes.undo()
-    assert torch.equal(piece.residual, before)
-    assert len(piece.tensors) == 1
+    assert len(sender.feedback.residuals) == 2
+    assert torch.equal(residual_of(sender.feedback.state_dict()["sent"][0]), before)  # as of the last applied step
+    sender.transaction.undo()
+    assert torch.equal(sender.residuals()[0], before)
+    assert len(sender.feedback.residuals) == 1
     assert torch.equal(sender.encode(normal(2)), message)
 
 
@@ -133,13 +136,13 @@ def test_layers_that_are_skipped_at_times_lose_nothing_and_need_no_more_memory(c
         gradients = [view.view(part.num_experts, *part.shape) for view, part in zip(views, sender.parts, strict=True)]
         if spans:
             found = torch.cat([one.view(-1) for one in sender.receive(sender.encode(*gradients))])
-            sender.changes.commit()
+            sender.transaction.commit()
             for span, one, gradient in zip(spans, found.split([s.num_elements for s in spans]), flat, strict=True):
                 owed[span.name] += gradient
                 delivered[span.name] += one
-        sizes.append(sum(t.nbytes for piece in sender.memory.sent.values() for t in piece.tensors))
+        sizes.append(sum(residual.nbytes for residual in sender.feedback.residuals))
     assert sizes[16] == sizes[-1]
-    left = {piece[0]: sender.memory.value(one).view(-1) for (_, piece), one in sender.memory.sent.items()}
+    left = {span.name: residual.view(-1) for _, span, residual in sender.feedback.undelivered()}
     for name, total in owed.items():
         torch.testing.assert_close(delivered[name] + left[name], total, rtol=0, atol=2e-3)
 
@@ -147,22 +150,21 @@ def test_layers_that_are_skipped_at_times_lose_nothing_and_need_no_more_memory(c
 def test_what_is_saved_comes_back() -> None:
     one, other = Sender("int4", part_of(torch.bfloat16)), Sender("int4", part_of(torch.bfloat16))
     one.encode(normal(1))
-    one.changes.commit()
-    saved = one.memory.state_dict()
-    other.memory.load_state_dict(saved)
+    one.transaction.commit()
+    saved = one.feedback.state_dict()
+    other.feedback.load_state_dict(saved)
     assert torch.equal(one.encode(normal(2)), other.encode(normal(2)))
     assert torch.equal(one.residuals()[0], other.residuals()[0])
 
 
 def test_residuals_in_host_memory_are_there_before_they_are_handed_over(monkeypatch: pytest.MonkeyPatch) -> None:
     """The device may still be writing them."""
-    part, changes = part_of(), StepChanges()
-    memory = GradientMemory("moe", [make_codec("int4", kernels="reference")], Home(CPU, True), changes, 0)
-    feedback = Feedback([(part_of(slot=0),), (part,)], memory)
-    memory.sender(0, part)
+    part, codec = part_of(), make_codec("int4", kernels="reference")
+    feedback = ErrorFeedback("moe", [codec], Home(CPU, True), Transaction(), rank=0)
+    codecs = SlotCodecs([(part_of(slot=0),), (part,)], feedback)
+    feedback.senders[0].prepare(part)
     late = normal(6)
-    (piece,) = memory.sent.values()
-    monkeypatch.setattr(Home, "wait", lambda _: piece.residual.copy_(late))
+    monkeypatch.setattr(Home, "wait", lambda _: feedback.residuals[0].copy_(late))
     sent: list[torch.Tensor] = []
 
     def start(sends: list[tuple[int, torch.Tensor]], *_: Any) -> Any:
@@ -171,7 +173,7 @@ def test_residuals_in_host_memory_are_there_before_they_are_handed_over(monkeypa
 
     transport: Any = SimpleNamespace(channel=lambda *_: SimpleNamespace(start=start))
     slots: Any = SimpleNamespace(
-        feedback=feedback, own_slot=0, device=CPU, layer="moe", stages=(SimpleNamespace(level=0),)
+        codecs=codecs, own_slot=0, device=CPU, layer="moe", stages=(SimpleNamespace(level=0),)
     )
     collect(slots, (0, 1), transport, num_ranks=2)
     assert torch.equal(sent[0], late.reshape(-1))
@@ -184,14 +186,14 @@ class Parameters:
     """One parameter, the experts 2 and 3 of a layer, and what waits at them."""
 
     def __init__(self, num_ranks: int = 4) -> None:
-        self.changes, self.is_boundary = StepChanges(), True
+        self.transaction, self.is_boundary = Transaction(), True
         self.dense, self.expert = (torch.nn.Parameter(torch.zeros(shape)) for shape in ((40,), (2, 2, 4)))
         targets = {
             "a": GradientTarget("a", 0, 40, self.dense),
             "local": GradientTarget("moe w", 16, 32, self.expert, share=0.5),
         }
         self.undelivered = UndeliveredGradients(
-            lambda: targets, num_ranks, lambda: self.is_boundary, lambda: 2.0, self.changes
+            lambda: targets, num_ranks, lambda: self.is_boundary, lambda: 2.0, self.transaction
         )
 
     def gradients(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -218,9 +220,9 @@ def test_undelivered_gradients_are_added_once_where_they_belong() -> None:
         assert all(map(torch.equal, parameters.gradients(), (dense, expert)))
         assert not any(gradient.any() for gradient in parameters.gradients())  # once
         assert len(parameters.undelivered.records()) == 3  # a checkpoint still has them
-        parameters.changes.undo()  # the step was skipped
+        parameters.transaction.undo()  # the step was skipped
     assert all(map(torch.equal, parameters.gradients(), (dense, expert)))
-    parameters.changes.commit()
+    parameters.transaction.commit()
     assert parameters.undelivered.records() == []
     assert not any(gradient.any() for gradient in parameters.gradients())
 
@@ -265,7 +267,7 @@ def test_residuals_of_a_file_go_to_one_rank_and_those_of_experts_to_their_owners
 def test_undelivered_gradients_wait_on_the_device_of_their_parameter() -> None:
     parameter = torch.nn.Parameter(torch.zeros(4, device="meta"))
     targets = {"a": GradientTarget("a", 0, 4, parameter)}
-    undelivered = UndeliveredGradients(lambda: targets, 1, lambda: True, lambda: 1.0, StepChanges())
+    undelivered = UndeliveredGradients(lambda: targets, 1, lambda: True, lambda: 1.0, Transaction())
     undelivered.add([Undelivered("a", 0, torch.ones(4))])
     assert undelivered.records()[0].values.device == parameter.device
 
@@ -301,7 +303,7 @@ def test_small_gradients_arrive(codec: Any) -> None:
 def check_sums(codec: Any, dtype: torch.dtype, *, is_noisy: bool, num_steps: int, most: float = 0.02) -> None:
     rows, cols = 64, 128
     generator = torch.Generator().manual_seed(7)
-    part = PacketPart(torch.Size((rows, cols)), 1, ((("w", 0), rows * cols),), dtype)
+    part = PacketPart(torch.Size((rows, cols)), 1, (whole("w", (rows, cols)),), dtype)
     sender = Sender(codec, part, kernels="auto")
     size = torch.exp(torch.rand(1, rows, cols, generator=generator) * math.log(1e-4))
     mean = size * torch.sign(torch.randn(1, rows, cols, generator=generator))
@@ -310,7 +312,7 @@ def check_sums(codec: Any, dtype: torch.dtype, *, is_noisy: bool, num_steps: int
         noise = torch.randn(1, rows, cols, generator=generator) if is_noisy else torch.zeros(())
         gradient = (mean * (1 + noise)).to(dtype).float()
         arrived += sender.receive(sender.encode(gradient))[0]
-        sender.changes.commit()
+        sender.transaction.commit()
         owed += gradient
     error = (arrived + sender.residuals()[0] - owed) / (num_steps * mean)
     assert error.abs().max() < most

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which codecs a level has, and the packets of one set of slots."""
+"""Which codecs a level has, and how the slots of one layer or buffer travel encoded."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from ds_hybridep.codecs import Codec, PatchCodec
 from ds_hybridep.sync.counters import CodecCounters
-from ds_hybridep.sync.gradients import GradientMemory
+from ds_hybridep.sync.error_feedback import ErrorFeedback
 from ds_hybridep.sync.messages import MessageLayout, PacketPart
 
 
@@ -39,12 +39,12 @@ class Encoding:
     sum_dtype: torch.dtype | None = None
 
 
-class Feedback:
-    """The packets of one set of slots, and what is kept of gradients that they leave out.
+class SlotCodecs:
+    """How the slots of one layer or buffer travel encoded.
 
     Args:
-        parts: the parts of each slot's messages; the list may change between steps.
-        gradients: what is kept of gradients; other sets may share it.
+        parts: by slot, the parts of its messages.
+        gradients: who encodes and decodes gradients; other slots may share it.
         counters: of these slots and others.
         kind: what a gather of these slots brings, for the counters.
     """
@@ -52,13 +52,17 @@ class Feedback:
     def __init__(
         self,
         parts: Sequence[tuple[PacketPart, ...]],
-        gradients: GradientMemory,
+        gradients: ErrorFeedback,
         counters: CodecCounters | None = None,
         kind: Literal["weight", "gradient"] = "gradient",
     ) -> None:
         self.parts, self.gradients, self.kind = parts, gradients, kind
         self.counters = counters or CodecCounters()
         self._layouts: dict[tuple[int, int], MessageLayout] = {}  # of gradients, by level and slot
+
+    def replace_parts(self, parts: Sequence[tuple[PacketPart, ...]]) -> None:
+        """Let messages have other parts from now on: other experts are hot."""
+        self.parts, self._layouts = parts, {}
 
     def fp32_bytes(self, slot: int) -> int:
         """Return the fp32 bytes of what a slot's messages stand for."""
@@ -69,7 +73,6 @@ class Feedback:
         codec = self.gradients.codecs[level]
         if codec is None or not self.parts[slot]:
             return None
-        known = self._layouts.get((level, slot))
-        if known is None or known.parts is not self.parts[slot]:  # other experts are hot now
-            known = self._layouts[level, slot] = MessageLayout(codec, self.parts[slot])
-        return known
+        if (level, slot) not in self._layouts:
+            self._layouts[level, slot] = MessageLayout(codec, self.parts[slot])
+        return self._layouts[level, slot]

@@ -1,0 +1,64 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The transaction of an optimizer step: what was kept for it is made final if the step is applied, else undone.
+
+join      whoever keeps something from step to step joins before it changes it
+commit    the step is applied: all changes stay
+undo      the step is skipped, or its gradients are dropped: everybody has again what the last applied step left
+"""
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+
+
+class Member(Protocol):
+    """One that can join.  What it had when it joined is what `undo` brings back."""
+
+    def commit(self) -> None: ...
+
+    def undo(self) -> None: ...
+
+
+class Transaction:
+    """The optimizer step under way, shared by all that its fate decides about."""
+
+    def __init__(self) -> None:
+        self._members: dict[Member, None] = {}  # in the order in which they joined
+        self._backward = -1  # autograd's number of the backward in which the first one joined
+
+    def __contains__(self, member: Member) -> bool:
+        return member in self._members
+
+    def __len__(self) -> int:
+        return len(self._members)
+
+    def join(self, member: Member) -> None:
+        """Call before each change; only the first call in a step counts."""
+        if not self._members:
+            self._backward = torch._C._current_graph_task_id()
+        self._members.setdefault(member)
+
+    def commit(self) -> None:
+        """Make all changes final: the optimizer step is being applied."""
+        for member in self._members:
+            member.commit()
+        self._members.clear()
+
+    def undo(self) -> None:
+        """Undo all changes: the optimizer step was skipped, or its gradients were dropped."""
+        for member in self._members:
+            member.undo()
+        self._members.clear()
+
+    def before_backward(
+        self, undo_replaced: Callable[[], None], original: Callable[..., Any], *args: Any, **kwargs: Any
+    ) -> Any:
+        """Call `undo_replaced` if somebody joined in an earlier backward; then call `original`.
+
+        Call this at each output of the model in a backward.
+        """
+        # Numbers grow, so a backward inside another one, as re-entrant checkpointing has it, is no earlier one.
+        if self._members and self._backward < torch._C._current_graph_task_id():
+            undo_replaced()
+        return original(*args, **kwargs)

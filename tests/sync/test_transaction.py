@@ -1,0 +1,62 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a step's fate does to those who joined its transaction."""
+
+import torch
+
+from ds_hybridep.sync.transaction import Transaction
+
+
+class Member:
+    def __init__(self) -> None:
+        self.seen: list[str] = []
+
+    def commit(self) -> None:
+        self.seen.append("commit")
+
+    def undo(self) -> None:
+        self.seen.append("undo")
+
+
+def test_who_joined_hears_once_what_became_of_the_step() -> None:
+    transaction, member = Transaction(), Member()
+    transaction.join(member)
+    transaction.join(member)
+    assert member in transaction
+    transaction.undo()
+    assert member.seen == ["undo"]
+    assert member not in transaction
+    transaction.join(member)
+    transaction.commit()
+    transaction.undo()
+    assert member.seen == ["undo", "commit"]
+
+
+def test_changes_of_an_earlier_backward_are_undone_and_none_of_the_same() -> None:
+    transaction, found = Transaction(), []
+
+    def begin(gradient: torch.Tensor) -> None:
+        transaction.before_backward(lambda: (found.append("undone"), transaction.undo()), found.append, "began")
+        transaction.join(member)
+
+    member, x = Member(), torch.ones(1, requires_grad=True)
+    outputs = x * 2, x * 3
+    for output in outputs:
+        output.register_hook(begin)
+    for _ in range(2):  # through the same graph
+        sum(outputs).backward(retain_graph=True)
+    assert found == ["began", "began", "undone", "began", "began"]
+    assert len(transaction) == 1
+
+
+def test_changes_before_the_first_output_belong_to_the_same_backward() -> None:
+    transaction, found = Transaction(), []
+    x = torch.ones(1, requires_grad=True)
+    behind, output = x * 2, x * 3
+    output.register_hook(
+        lambda gradient: transaction.before_backward(lambda: found.append("undone"), found.append, "began")
+    )
+    total = (behind * output).sum()
+    total.register_hook(lambda gradient: transaction.join(Member()))
+    total.backward()
+    assert found == ["began"]
+    assert len(transaction) == 1
