@@ -13,6 +13,7 @@ from ds_hybridep.sync.error_feedback import ErrorFeedback
 from ds_hybridep.sync.messages import MessageLayout, PacketPart
 from ds_hybridep.sync.mirrors import HeldSlot, Mirror, PatchReplica, PatchSender, Replica
 from ds_hybridep.sync.slot_codecs import SlotCodecs
+from ds_hybridep.sync.stages import SlotKey
 
 
 class ExpertCodecs(SlotCodecs):
@@ -22,10 +23,10 @@ class ExpertCodecs(SlotCodecs):
     replicas: by slot of another rank, what takes its weights where they arrive encoded.
     """
 
-    def __init__(self, parts: Sequence[tuple[PacketPart, ...]], gradients: ErrorFeedback) -> None:
+    def __init__(self, parts: Mapping[SlotKey, tuple[PacketPart, ...]], gradients: ErrorFeedback) -> None:
         super().__init__(parts, gradients, kind="weight")
         self.senders: dict[int, Mirror | PatchSender] = {}
-        self.replicas: dict[int, HeldSlot] = {}
+        self.replicas: dict[SlotKey, HeldSlot] = {}
 
     def make_sender(self, level: int, codec: Codec | PatchCodec, parts: tuple[PacketPart, ...]) -> None:
         """Let the owned weights, which have these parts, cross a level by this codec."""
@@ -57,7 +58,7 @@ class ExpertCodecs(SlotCodecs):
         return next((sender for sender in self.senders.values() if isinstance(sender, PatchSender)), None)
 
     @property
-    def lossy_replicas(self) -> dict[int, Replica]:
+    def lossy_replicas(self) -> dict[SlotKey, Replica]:
         return {slot: replica for slot, replica in self.replicas.items() if isinstance(replica, Replica)}
 
     # -- numbers ----------------------------------------------------------------------------------------------------

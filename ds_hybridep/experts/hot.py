@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Replicas of hot experts: those experts of other ranks of a level that this rank computes for its own tokens.
 
-Next to its M slots, a layer has a slot M + s for the hot experts of slot s.  If this rank holds slot s as a whole (it
-is *near*), slot M + s is a copy on its way to other ranks, or what came back from them.  Else it is the replica:
+A layer has a `HotSlot(s)` for the hot experts of slot s.  If this rank holds slot s as a whole (it is *near*), that is
+a copy on its way to other ranks, or what came back from them.  Else it is the replica:
 
     weights  [h * n]  of the h hot experts of a slot, for each block of `experts.slots`
     sums     [h * n]  fp32 partial gradients, from a step's first gradients until they were sent
@@ -21,7 +21,7 @@ class HotReplicas:
 
     Args:
         layout: of a whole slot.
-        experts: by slot s < M, the global experts in it.
+        experts: by slot, the global experts in it.
         near: the slots that this rank holds as a whole.
     """
 
@@ -42,16 +42,15 @@ class HotReplicas:
         assert not self._sums, "gradients of hot experts have not returned"
         self.experts = tuple(experts)
         self.lacks_frozen = not all(block.is_trainable for block in self._layout.blocks)
-        hot, num_slots = set(experts), len(self._experts)
+        hot = set(experts)
         local = {
-            num_slots + slot: [at for at, expert in enumerate(ids) if expert in hot]
-            for slot, ids in enumerate(self._experts)
+            slot: [at for at, expert in enumerate(ids) if expert in hot] for slot, ids in enumerate(self._experts)
         }
         device = self._layout.device
         self._copies, self._filled = {}, set()
         self._local = {slot: torch.tensor(places, device=device) for slot, places in local.items() if places}
         self._layouts = {slot: self._layout.resized(len(places)) for slot, places in self._local.items()}
-        far = [slot for slot in self._local if slot - num_slots not in self._near]
+        far = [slot for slot in self._local if slot not in self._near]
         self._weights = {slot: [*map(self._layouts[slot].new, self._layout.blocks)] for slot in far}
         self._views = {slot: self._layouts[slot].by_name(weights) for slot, weights in self._weights.items()}
 
@@ -59,12 +58,12 @@ class HotReplicas:
 
     @property
     def slots(self) -> tuple[int, ...]:
-        """Slots of replicas, in ascending order."""
+        """Slots of which there are replicas, in ascending order."""
         return tuple(self._weights)
 
     def experts_in(self, slot: int) -> list[int]:
-        """Return the global experts in a slot, in the order of its weights."""
-        return [self._experts[slot - len(self._experts)][at] for at in self._local[slot].tolist()]
+        """Return the hot experts of a slot, in the order of their weights."""
+        return [self._experts[slot][at] for at in self._local[slot].tolist()]
 
     def weights_by_name(self, slot: int) -> list[dict[str, Tensor]]:
         """Return the weights of a replica by parameter name: for each expert, or once if experts are grouped."""
@@ -83,7 +82,7 @@ class HotReplicas:
     def copy(self, slot: int, weights: Sequence[Mapping[str, Tensor]], *, trainable_only: bool) -> list[Tensor]:
         """Fill and return the copy of the hot experts of a near slot, [h * n] for each block, kept until `free`.
 
-        slot: M + s; weights: of slot s, as `Replicas.weights_by_name` returns them.
+        weights: of the whole slot, as `Replicas.weights_by_name` returns them.
         """
         if slot not in self._copies or slot in self._filled:
             return self._copies.get(slot, [])
@@ -100,7 +99,7 @@ class HotReplicas:
         return copied
 
     def values(self, slot: int, *, trainable_only: bool) -> list[Tensor]:
-        """Return the weights of a slot, [h * n] for each block; of a near one, the copy."""
+        """Return the weights of a slot's hot experts, [h * n] for each block; of a near one, the copy."""
         if slot in self._weights:
             pairs = zip(self._layout.blocks, self._weights[slot], strict=True)
             return [weights for block, weights in pairs if block.is_trainable or not trainable_only]
@@ -140,8 +139,7 @@ class HotReplicas:
         return self._sums.pop(slot, [])
 
     def add_returned(self, slot: int, totals: Sequence[Tensor]) -> None:
-        """Add what came back for the hot experts of near slot s to its sums [e, *shape], and forget it."""
-        slot += len(self._experts)
+        """Add what came back for the hot experts of a near slot to its sums [e, *shape], and forget it."""
         if returned := self._sums.pop(slot, None):
             for total, part in zip(totals, self._layouts[slot].parts(returned), strict=True):
                 total.index_add_(0, self._local[slot], part)

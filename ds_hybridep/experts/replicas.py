@@ -27,7 +27,7 @@ from ds_hybridep.sync.home import Home
 from ds_hybridep.sync.messages import PacketPart
 from ds_hybridep.sync.mirrors import Mirror, PatchSender
 from ds_hybridep.sync.slot_codecs import Encoding
-from ds_hybridep.sync.stages import GatherStage
+from ds_hybridep.sync.stages import GatherStage, HotSlot, SlotKey
 from ds_hybridep.sync.transaction import Transaction
 from ds_hybridep.sync.transfers import Gather, needs_equal_lengths
 from ds_hybridep.sync.undelivered import stacked
@@ -103,12 +103,8 @@ class Replicas:
         self.version += 1
 
     @property
-    def hot_slots(self) -> tuple[int, ...]:
-        return () if self.hot is None else self.hot.slots
-
-    def _hot_of(self, slot: int) -> HotReplicas | None:
-        """Return what has this slot, if it is one of hot experts."""
-        return self.hot if slot >= len(self.domain_ranks) else None
+    def hot_slots(self) -> tuple[HotSlot, ...]:
+        return () if self.hot is None else tuple(map(HotSlot, self.hot.slots))
 
     # -- who owns and holds what ---------------------------------------------------------------------------------
 
@@ -141,15 +137,16 @@ class Replicas:
 
     # -- what slots hold ----------------------------------------------------------------------------------------
 
-    def values(self, slot: int, *, trainable_only: bool) -> list[Tensor]:
+    def values(self, slot: SlotKey, *, trainable_only: bool) -> list[Tensor]:
         """Return the weights of a slot, [e * n] for each block; the own slot must have been filled."""
+        if isinstance(slot, HotSlot):
+            hot, of = self._hot, slot.slot
+            trainable_only = trainable_only and not hot.lacks_frozen
+            if of in self.replica_slots:  # what came over slower levels goes on
+                return hot.copy(of, self.weights_by_name(of), trainable_only=trainable_only)
+            return hot.values(of, trainable_only=trainable_only)
         if slot == self.own_slot:
             return self.own.values(trainable_only=trainable_only)
-        if (hot := self._hot_of(slot)) is not None:
-            trainable_only = trainable_only and not hot.lacks_frozen
-            if (near := slot - len(self.domain_ranks)) in self.replica_slots:  # what came over slower levels goes on
-                return hot.copy(slot, self.weights_by_name(near), trainable_only=trainable_only)
-            return hot.values(slot, trainable_only=trainable_only)
         pairs = zip(self.layout.blocks, self._weights[slot], strict=True)
         return [weights for block, weights in pairs if block.is_trainable or not trainable_only]
 
@@ -157,43 +154,49 @@ class Replicas:
         """Return the trainable weights of a slot, [e, *shape] in the order of `parts`."""
         return self.layout.parts(self.values(slot, trainable_only=True))
 
-    def weights_by_name(self, slot: int) -> list[dict[str, Tensor]]:
+    def weights_by_name(self, slot: SlotKey) -> list[dict[str, Tensor]]:
         """Return the weights of a slot by parameter name, for each module of `experts`."""
-        if (hot := self._hot_of(slot)) is not None:
-            return hot.weights_by_name(slot)
+        if isinstance(slot, HotSlot):
+            return self._hot.weights_by_name(slot.slot)
         return self.own.by_name() if slot == self.own_slot else self._views[slot]
 
-    def sum_sizes(self, slot: int) -> list[tuple[int, torch.dtype]]:
-        hot = self._hot_of(slot)
-        sizes = self.layout.sum_sizes if hot is None else hot.sum_sizes(slot)
+    def sum_sizes(self, slot: SlotKey) -> list[tuple[int, torch.dtype]]:
+        sizes = self._hot.sum_sizes(slot.slot) if isinstance(slot, HotSlot) else self.layout.sum_sizes
         return [(size, self.encoding.sum_dtype or dtype) for size, dtype in sizes]
 
     def make_sums(self) -> None:
         self._make_sums(self.own_slot)
 
-    def sums(self, slot: int) -> list[Tensor]:
+    def sums(self, slot: SlotKey) -> list[Tensor]:
         """Return a slot's partial gradients, fp32 [e * n] for each trainable block."""
-        if (hot := self._hot_of(slot)) is not None:
-            return hot.sums(slot)
-        self.sum_parts(slot)
+        if isinstance(slot, HotSlot):
+            return self._hot.sums(slot.slot)
+        self._add_returned_hot(slot)
         return self._sums[slot]
 
-    def sum_parts(self, slot: int) -> list[Tensor]:
-        if (hot := self._hot_of(slot)) is not None:
-            return hot.sum_parts(slot)
-        parts = self.layout.parts(self._sums[slot])
-        if self.hot is not None:
-            self.hot.add_returned(slot, parts)
-        return parts
+    def sum_parts(self, slot: SlotKey) -> list[Tensor]:
+        if isinstance(slot, HotSlot):
+            return self._hot.sum_parts(slot.slot)
+        self._add_returned_hot(slot)
+        return self.layout.parts(self._sums[slot])
 
-    def drop_sums(self, slot: int) -> None:
-        hot = self._hot_of(slot)
-        self.free_behind_side(self._sums.pop(slot) if hot is None else hot.drop_sums(slot))
+    def _add_returned_hot(self, slot: int) -> None:
+        """Add to a slot's sums what other ranks returned for its hot experts."""
+        if self.hot is not None:
+            self.hot.add_returned(slot, self.layout.parts(self._sums[slot]))
+
+    def drop_sums(self, slot: SlotKey) -> None:
+        self.free_behind_side(self._hot.drop_sums(slot.slot) if isinstance(slot, HotSlot) else self._sums.pop(slot))
+
+    @property
+    def _hot(self) -> HotReplicas:
+        assert self.hot is not None, f"{self.layer}: a hot expert travels, and none can be hot"
+        return self.hot
 
     def loss_scale(self) -> float:
         return self.encoding.loss_scale()
 
-    def trainable_weights(self, slots: Iterable[int]) -> list[Tensor]:
+    def trainable_weights(self, slots: Iterable[SlotKey]) -> list[Tensor]:
         """Return trainable weights, ordered by slot, then `experts`, then `trainable_names`."""
         return [
             weights[name] for slot in slots for weights in self.weights_by_name(slot) for name in self.trainable_names
@@ -207,11 +210,13 @@ class Replicas:
     def by_slot(self, tensors: Iterable[Tensor]) -> list[list[dict[str, Tensor]]]:
         """Return weights by [slot][module], hot experts last; trainable ones are `tensors`, in order of `with_own`."""
         iterator = iter(tensors)
-        slots: dict[int, list[dict[str, Tensor]]] = {slot: [] for slot in (*self.near_slots, *self.hot_slots)}
-        for slot in (self.own_slot, *self.replica_slots, *self.hot_slots):
-            for held in self.weights_by_name(slot):
+        held: tuple[SlotKey, ...] = (*self.near_slots, *self.hot_slots)
+        in_order: tuple[SlotKey, ...] = (self.own_slot, *self.replica_slots, *self.hot_slots)
+        slots: dict[SlotKey, list[dict[str, Tensor]]] = {slot: [] for slot in held}
+        for slot in in_order:
+            for named in self.weights_by_name(slot):
                 # A grouped module gets all its weights: without them it would run with ZeRO-3's hooks.
-                weights = {} if slot == self.own_slot and not self.is_grouped else dict(held)
+                weights = {} if slot == self.own_slot and not self.is_grouped else dict(named)
                 weights.update({name: next(iterator) for name in self.trainable_names})
                 slots[slot].append(weights)
         return list(slots.values())
@@ -327,25 +332,28 @@ def kept_of(replicas: Replicas, *, are_weights: bool) -> list[Tensor]:
     return held if of_hot is None else held + (of_hot.weights if are_weights else of_hot.kept_sums)
 
 
-def parts_of_hot(replicas: Replicas, experts: Collection[int]) -> list[tuple[PacketPart, ...]]:
+def parts_of_hot(replicas: Replicas, experts: Collection[int]) -> dict[SlotKey, tuple[PacketPart, ...]]:
     """Return by slot the parts of messages of hot experts; none if their gradients go as they are.
 
     Each expert has its own: what codecs keep of it must not depend on which others are hot.
     """
-    at, codecs, num_slots = replicas.hot_level, replicas.encoding.gradient_codecs, len(replicas.domain_ranks)
-    parts: list[tuple[PacketPart, ...]] = [()] * (2 * num_slots)
-    if at is not None and any(codecs[stage.level] for stage in replicas.stages if stage.level >= at):
-        for slot in range(num_slots):
-            alone = [range(one, one + 1) for one in replicas.expert_ids(slot) if one in experts]
-            parts[num_slots + slot] = _parts_of(replicas, alone)
-    return parts
+    at, codecs = replicas.hot_level, replicas.encoding.gradient_codecs
+    if at is None or not any(codecs[stage.level] for stage in replicas.stages if stage.level >= at):
+        return {}
+    return {
+        HotSlot(slot): _parts_of(
+            replicas, [range(one, one + 1) for one in replicas.expert_ids(slot) if one in experts]
+        )
+        for slot in range(len(replicas.domain_ranks))
+    }
 
 
-def _slot_parts(replicas: Replicas, hot: Collection[int]) -> list[tuple[PacketPart, ...]]:
-    parts = parts_of_hot(replicas, hot)
-    for slot in replicas.near_slots:
-        parts[slot] = _parts_of(replicas, [replicas.expert_ids(slot)])
-    return parts
+def _slot_parts(replicas: Replicas, hot: Collection[int]) -> dict[SlotKey, tuple[PacketPart, ...]]:
+    """Return by slot the parts of its messages; none for what this rank does not hold."""
+    slots = range(len(replicas.domain_ranks))
+    parts: dict[SlotKey, tuple[PacketPart, ...]] = dict.fromkeys([*slots, *map(HotSlot, slots)], ())
+    parts |= {slot: _parts_of(replicas, [replicas.expert_ids(slot)]) for slot in replicas.near_slots}
+    return parts | parts_of_hot(replicas, hot)
 
 
 def _parts_of(replicas: Replicas, stacks: Sequence[range]) -> tuple[PacketPart, ...]:
@@ -437,4 +445,4 @@ def _copy_hot(replicas: Replicas, weights: Sequence[Tensor], *, is_exact: bool) 
         newer = replicas.layout.by_name(weights, trainable_only=True)
         held = [{**one, **new} for one, new in zip(held, newer, strict=True)]
     hot.make_room(trainable_only=trainable_only)
-    hot.copy(replicas.own_slot + len(replicas.domain_ranks), held, trainable_only=trainable_only)
+    hot.copy(replicas.own_slot, held, trainable_only=trainable_only)

@@ -15,6 +15,7 @@ from ds_hybridep.experts.partitioned import gathered
 from ds_hybridep.experts.replicas import Replicas
 from ds_hybridep.kernels import Kernels
 from ds_hybridep.sync.mirrors import Mirror, Replica
+from ds_hybridep.sync.stages import HotSlot, SlotKey
 from ds_hybridep.transport.channels import Purpose, Transport
 
 
@@ -67,9 +68,9 @@ def checksums(replicas: Replicas, kernels: Kernels) -> Tensor:
     """
     codecs = replicas.codecs
     lossy = {} if codecs is None else codecs.lossy_replicas
-    encoded_of: list[tuple[int, Replica | Mirror | None]] = [
-        (slot, lossy.get(slot)) for slot in range(_num_rows(replicas))
-    ]
+    slots = range(len(replicas.domain_ranks))
+    rows_of: list[SlotKey] = [*slots, *(() if replicas.hot is None else map(HotSlot, slots))]
+    encoded_of: list[tuple[SlotKey, Replica | Mirror | None]] = [(slot, lossy.get(slot)) for slot in rows_of]
     encoded_of += [(replicas.own_slot, mirror) for mirror in (() if codecs is None else codecs.mirrors)]
     rows = []
     for slot, encoded in encoded_of:
@@ -83,11 +84,10 @@ def checksums(replicas: Replicas, kernels: Kernels) -> Tensor:
     return torch.stack(rows).cpu()
 
 
-def _weights_of(replicas: Replicas, slot: int, *, frozen_only: bool) -> Iterator[Tensor]:
+def _weights_of(replicas: Replicas, slot: SlotKey, *, frozen_only: bool) -> Iterator[Tensor]:
     """Yield the weights of a slot; of the own slot its parameters, which ZeRO-3 gathers one by one."""
-    num_slots = len(replicas.domain_ranks)
-    if slot >= num_slots:
-        yield from _hot_weights_of(replicas, slot)
+    if isinstance(slot, HotSlot):
+        yield from _hot_weights_of(replicas, slot.slot)
         return
     if slot not in replicas.near_slots:
         return
@@ -107,12 +107,11 @@ def _weights_of(replicas: Replicas, slot: int, *, frozen_only: bool) -> Iterator
 
 def _hot_weights_of(replicas: Replicas, slot: int) -> Iterator[Tensor]:
     """Yield the weights of a slot's hot experts, expert by expert: of a near slot those of the whole slot."""
-    near = slot - len(replicas.domain_ranks)
     if replicas.hot is None:
         return
-    if near in replicas.near_slots:
+    if slot in replicas.near_slots:
         replicas.hot.make_room(trainable_only=False)
-        yield from replicas.hot.copy(slot, replicas.weights_by_name(near), trainable_only=False)
+        yield from replicas.hot.copy(slot, replicas.weights_by_name(slot), trainable_only=False)
         replicas.hot.free()
     else:
         yield from replicas.hot.values(slot, trainable_only=False)

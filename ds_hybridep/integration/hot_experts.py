@@ -24,6 +24,7 @@ from ds_hybridep.plan.costs import COMPACT_BYTES, ranks_below
 from ds_hybridep.plan.hot import ROWS_ONLY, HotCosts, choose_hot, rank_loads
 from ds_hybridep.plan.token_route import build_route
 from ds_hybridep.sync.messages import MessageLayout, PacketPart
+from ds_hybridep.sync.stages import HotSlot
 from ds_hybridep.sync.undelivered import Undelivered, collect
 from ds_hybridep.tokens.layer import HeldExperts, HybridMoE
 from ds_hybridep.transport.channels import Purpose, Transfer, Transport
@@ -94,7 +95,7 @@ class HotLayer:
     def _parts_of_one(self) -> tuple[PacketPart, ...]:
         """The parts of one expert in messages of gradients; empty if these go as they are."""
         replicas = self.experts.replicas
-        return parts_of_hot(replicas, replicas.expert_ids(0)[:1])[len(replicas.domain_ranks)]
+        return parts_of_hot(replicas, replicas.expert_ids(0)[:1]).get(HotSlot(0), ())
 
     def take_counts(self) -> list[int]:
         """Return the rows of each expert that this rank has computed since the last call."""
@@ -135,7 +136,7 @@ class HotLayer:
         """Send what codecs left out of experts that are hot no more; as `collect`, with nothing under way."""
         replicas = self.experts.replicas
         parts = parts_of_hot(replicas, set(earlier[self._own_domain]) - set(later[self._own_domain]))
-        if replicas.codecs is None or not any(parts):
+        if replicas.codecs is None or not any(parts.values()):
             return list
         return collect(replicas, replicas.domain_ranks, transport, transport.world_size, parts)
 

@@ -16,6 +16,7 @@ from ds_hybridep.sync.home import Home
 from ds_hybridep.sync.messages import NARROW, MessageLayout, PacketPart, load_states
 from ds_hybridep.sync.mirrors import HeldSlot, Mirror, PatchReplica, PatchSender, Replica
 from ds_hybridep.sync.slot_codecs import SlotCodecs
+from ds_hybridep.sync.stages import SlotKey
 
 
 class HeldSum:
@@ -79,7 +80,7 @@ class ParameterCodecs(SlotCodecs):
         nothing: ErrorFeedback,
         counters: CodecCounters,
     ) -> None:
-        super().__init__([parts_of(slot) for slot in spans], nothing, counters, "weight")
+        super().__init__({slot: parts_of(held) for slot, held in enumerate(spans)}, nothing, counters, "weight")
         used = {level: codec for level, codec in codecs.items() if codec is not None}
         is_narrow = dtype in NARROW
         self._patch = PatchCodec(kernels=next(iter(used.values())).kernels) if is_narrow else None
@@ -94,7 +95,9 @@ class ParameterCodecs(SlotCodecs):
         self._num_gathers = 0
         self._orders = {slot: PacketOrder() for slot, level in enumerate(level_to) if level in used}
 
-    def prepare(self, values: Sequence[Tensor], before: Tensor) -> tuple[dict[int, list[Tensor]], dict[int, HeldSlot]]:
+    def prepare(
+        self, values: Sequence[Tensor], before: Tensor
+    ) -> tuple[dict[int, list[Tensor]], dict[SlotKey, HeldSlot]]:
         """Return the own slot's messages by level, and by slot what takes the others' messages.
 
         A lossy codec changes the own slot to what the others will have.
@@ -102,7 +105,7 @@ class ParameterCodecs(SlotCodecs):
         values: by slot; the own one is new.  The others are those of the last gather, as `before` is for the own one.
         """
         own, step = values[self._own], self._num_gathers
-        replicas: dict[int, HeldSlot] = {}
+        replicas: dict[SlotKey, HeldSlot] = {}
         messages: list[Tensor] = []
         with self.counters.timing("encode_s"):
             if (patch := self._patch) is not None:

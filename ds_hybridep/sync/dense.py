@@ -32,7 +32,7 @@ from ds_hybridep.sync.memory import CodecMemory
 from ds_hybridep.sync.messages import NARROW, PacketPart
 from ds_hybridep.sync.mirrors import HeldSlot
 from ds_hybridep.sync.slot_codecs import Encoding, SlotCodecs
-from ds_hybridep.sync.stages import GatherStage, connect, gather_stages
+from ds_hybridep.sync.stages import GatherStage, SlotKey, connect, gather_stages
 from ds_hybridep.sync.transaction import Transaction
 from ds_hybridep.sync.transfers import Gather, Reduce, StagedTransfer, StagePipeline, needs_equal_lengths
 from ds_hybridep.transport.channels import Purpose, Transport
@@ -59,26 +59,27 @@ class FlatSlots:
         self.device = values[0].device
         self.streams: DeviceStreams | None = None  # work runs in the caller's stream
         self.codecs = codecs
-        self._values, self._sums = values, sums
+        self._values: dict[SlotKey, Tensor] = dict(enumerate(values))
+        self._sums: dict[SlotKey, Tensor] = dict(enumerate(sums))
         self._loss_scale = group.encoding.loss_scale
 
-    def values(self, slot: int, *, trainable_only: bool) -> list[Tensor]:
+    def values(self, slot: SlotKey, *, trainable_only: bool) -> list[Tensor]:
         return [self._values[slot]]
 
-    def sum_sizes(self, slot: int) -> list[tuple[int, torch.dtype]]:
+    def sum_sizes(self, slot: SlotKey) -> list[tuple[int, torch.dtype]]:
         return [(self._values[slot].numel(), self._values[slot].dtype)]
 
     def make_sums(self) -> None:
         """Do nothing: the sums are the caller's."""
 
-    def sums(self, slot: int) -> list[Tensor]:
+    def sums(self, slot: SlotKey) -> list[Tensor]:
         return [self._sums[slot]]
 
-    def sum_parts(self, slot: int) -> list[Tensor]:
+    def sum_parts(self, slot: SlotKey) -> list[Tensor]:
         assert self.codecs is not None, f"{self.layer}: nothing is encoded"
         return split(self._sums[slot], self.codecs.parts[slot])
 
-    def drop_sums(self, slot: int) -> None:
+    def drop_sums(self, slot: SlotKey) -> None:
         """Do nothing: the sums are the caller's."""
 
     def loss_scale(self) -> float:
@@ -234,7 +235,8 @@ class GroupSync:
         slots = FlatSlots(self, buffer.values, codecs and codecs[0], sums)
         inner, outer = self._split_stages(is_encoded=codecs is not None)
         self._run(Reduce(slots, self._purposes[0], inner))
-        carried = {self.own_slot, *(slot for stage in outer for peer in stage.peers for slot in peer.receives)}
+        received = (slot for stage in outer for peer in stage.peers for slot in peer.receives)
+        carried = {self.own_slot, *(slot for slot in received if isinstance(slot, int))}
         for slot in carried:
             spans = buffer.spans[slot]
             for span, total in zip(spans, sums[slot].split([span.num_elements for span in spans]), strict=True):
@@ -271,7 +273,7 @@ class GroupSync:
         """Gather the sums of all slots on all ranks: as they are, or as their packets hold them."""
         own, values = self.own_slot, buffer.values
         messages: dict[int, list[Tensor]] = {}
-        held: dict[int, HeldSum] = {}
+        held: dict[SlotKey, HeldSlot] = {}
         results = None
         if codecs is None:
             values[own].copy_(sums[own])
@@ -313,7 +315,7 @@ class GroupSync:
             place.copy_(own.detach().view(-1))
         codecs = None if before is None else self._parameter_codecs(output, spans)
         messages: dict[int, list[Tensor]] = {}
-        replicas: dict[int, HeldSlot] = {}
+        replicas: dict[SlotKey, HeldSlot] = {}
         if codecs is not None and before is not None:
             messages, replicas = codecs.prepare(values, before)
             if output.dtype in NARROW:  # their messages vary in length

@@ -14,7 +14,9 @@ from ds_hybridep.sync.counters import CodecCounters, CodecSums
 from ds_hybridep.sync.error_feedback import ErrorFeedback
 from ds_hybridep.sync.flat import hash_of, parts_of
 from ds_hybridep.sync.home import Home
+from ds_hybridep.sync.messages import PacketPart
 from ds_hybridep.sync.slot_codecs import Encoding, SlotCodecs
+from ds_hybridep.sync.stages import SlotKey
 from ds_hybridep.sync.transaction import Transaction
 
 MOST_BUFFERS = 64  # whose layouts are remembered; they follow from their spans
@@ -89,7 +91,9 @@ class CodecMemory:
         key = f"{like.dtype} {hash_of(spans)}"
         found = self._buffers.pop(key, None)
         if found is None:
-            parts = [parts_of(slot, like.dtype) for slot in spans]
+            parts: dict[SlotKey, tuple[PacketPart, ...]] = {
+                slot: parts_of(held, like.dtype) for slot, held in enumerate(spans)
+            }
             found = SlotCodecs(parts, self.sums, self.counters), SlotCodecs(parts, self.results, self.counters)
         self._buffers[key] = found
         while len(self._buffers) > MOST_BUFFERS:

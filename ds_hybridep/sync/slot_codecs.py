@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which codecs a level has, and how the slots of one layer or buffer travel encoded."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -12,6 +12,7 @@ from ds_hybridep.codecs import Codec, PatchCodec
 from ds_hybridep.sync.counters import CodecCounters
 from ds_hybridep.sync.error_feedback import ErrorFeedback
 from ds_hybridep.sync.messages import MessageLayout, PacketPart
+from ds_hybridep.sync.stages import SlotKey
 
 
 def no_master(_: nn.Parameter) -> Tensor | None:
@@ -51,24 +52,24 @@ class SlotCodecs:
 
     def __init__(
         self,
-        parts: Sequence[tuple[PacketPart, ...]],
+        parts: Mapping[SlotKey, tuple[PacketPart, ...]],
         gradients: ErrorFeedback,
         counters: CodecCounters | None = None,
         kind: Literal["weight", "gradient"] = "gradient",
     ) -> None:
         self.parts, self.gradients, self.kind = parts, gradients, kind
         self.counters = counters or CodecCounters()
-        self._layouts: dict[tuple[int, int], MessageLayout] = {}  # of gradients, by level and slot
+        self._layouts: dict[tuple[int, SlotKey], MessageLayout] = {}  # of gradients, by level and slot
 
-    def replace_parts(self, parts: Sequence[tuple[PacketPart, ...]]) -> None:
+    def replace_parts(self, parts: Mapping[SlotKey, tuple[PacketPart, ...]]) -> None:
         """Let messages have other parts from now on: other experts are hot."""
         self.parts, self._layouts = parts, {}
 
-    def fp32_bytes(self, slot: int) -> int:
+    def fp32_bytes(self, slot: SlotKey) -> int:
         """Return the fp32 bytes of what a slot's messages stand for."""
         return sum(part.fp32_bytes for part in self.parts[slot])
 
-    def layout(self, level: int, slot: int) -> MessageLayout | None:
+    def layout(self, level: int, slot: SlotKey) -> MessageLayout | None:
         """Return the layout of a slot's messages of gradients over a level; None if they go as they are."""
         codec = self.gradients.codecs[level]
         if codec is None or not self.parts[slot]:

@@ -21,13 +21,23 @@ from ds_hybridep.plan.partition import Partition
 from ds_hybridep.transport.channels import Channel, Transport
 
 
+@dataclass(frozen=True, order=True)
+class HotSlot:
+    """The hot experts of a slot, which travel where the whole slot does not."""
+
+    slot: int
+
+
+SlotKey = int | HotSlot
+
+
 @dataclass(frozen=True)
 class StagePeer:
     """A rank that differs from this one at one level only, and the slots whose weights pass between the two."""
 
     rank: int
-    sends: tuple[int, ...]  # their gradients come back from the peer
-    receives: tuple[int, ...]  # their gradients go to the peer
+    sends: tuple[SlotKey, ...]  # their gradients come back from the peer
+    receives: tuple[SlotKey, ...]  # their gradients go to the peer
 
 
 @dataclass(frozen=True)
@@ -43,17 +53,17 @@ class GatherStage:
 def gather_stages(partition: Partition, rank: int, hot_level: int | None = None) -> tuple[GatherStage, ...]:
     """Return the stages of a gather of weights as `rank` sees it, slowest level first, without channels.
 
-    hot_level: over this level, and wherever a slot has crossed it, only the slot's hot experts travel.  They have a
-        slot of their own: M + s for slot s of M.
+    hot_level: over this level, and wherever a slot has crossed it, only the slot's hot experts travel.
     """
     sizes = partition.domain_sizes
     own = partition.offset_of(rank)
 
-    def travelling(slots: Iterable[tuple[int, ...]], level: int) -> tuple[int, ...]:
+    def travelling(offsets: Iterable[tuple[int, ...]], level: int) -> tuple[SlotKey, ...]:
         return tuple(
-            flatten(place, sizes)
-            + (partition.domain_size if hot_level is not None and hot_level in (level, *_differing(place, own)) else 0)
-            for place in slots
+            HotSlot(flatten(offset, sizes))
+            if hot_level is not None and hot_level in (level, *_differing(offset, own))
+            else flatten(offset, sizes)
+            for offset in offsets
         )
 
     stages: list[GatherStage] = []
@@ -77,8 +87,8 @@ def gather_stages(partition: Partition, rank: int, hot_level: int | None = None)
     return tuple(stages)
 
 
-def _differing(place: Sequence[int], other: Sequence[int]) -> list[int]:
-    return [level for level, (one, its) in enumerate(zip(place, other, strict=True)) if one != its]
+def _differing(offset: Sequence[int], other: Sequence[int]) -> list[int]:
+    return [level for level, (one, its) in enumerate(zip(offset, other, strict=True)) if one != its]
 
 
 def connect(

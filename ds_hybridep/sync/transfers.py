@@ -19,7 +19,7 @@ from ds_hybridep.errors import CommunicationError, PacketError
 from ds_hybridep.sync.messages import MessageLayout
 from ds_hybridep.sync.mirrors import HeldSlot
 from ds_hybridep.sync.slot_codecs import SlotCodecs
-from ds_hybridep.sync.stages import GatherStage
+from ds_hybridep.sync.stages import GatherStage, SlotKey
 from ds_hybridep.transport.channels import Purpose, Transfer, Transport
 from ds_hybridep.transport.streams import DeviceStreams, Mark, Part
 
@@ -41,11 +41,11 @@ class Slots(Protocol):
         """How the slots travel encoded; None if everything travels as it is."""
         ...
 
-    def values(self, slot: int, *, trainable_only: bool) -> list[Tensor]:
+    def values(self, slot: SlotKey, *, trainable_only: bool) -> list[Tensor]:
         """Return the slot's values as they are held, one contiguous tensor for each message."""
         ...
 
-    def sum_sizes(self, slot: int) -> list[tuple[int, torch.dtype]]:
+    def sum_sizes(self, slot: SlotKey) -> list[tuple[int, torch.dtype]]:
         """Return the elements of each message of sums, and the type in which they go unencoded."""
         ...
 
@@ -53,15 +53,15 @@ class Slots(Protocol):
         """Make the sums of the own slot, unless they are there; called before anything is added to them."""
         ...
 
-    def sums(self, slot: int) -> list[Tensor]:
+    def sums(self, slot: SlotKey) -> list[Tensor]:
         """Return the slot's sums, one contiguous tensor for each message."""
         ...
 
-    def sum_parts(self, slot: int) -> list[Tensor]:
+    def sum_parts(self, slot: SlotKey) -> list[Tensor]:
         """Return the slot's sums, fp32 [e, *shape] for each part of a message."""
         ...
 
-    def drop_sums(self, slot: int) -> None:
+    def drop_sums(self, slot: SlotKey) -> None:
         """Drop the slot's sums, which a message now holds."""
         ...
 
@@ -150,15 +150,15 @@ class Gather(StagedTransfer):
         slots: Slots,
         purpose: Purpose,
         messages: Mapping[int, Sequence[Tensor]],
-        replicas: Mapping[int, HeldSlot],
+        replicas: Mapping[SlotKey, HeldSlot],
         *,
         is_exact: bool,
     ) -> None:
         super().__init__(slots, purpose, slots.stages)
         self._messages, self._replicas = messages, replicas
         self._is_exact = is_exact
-        self._arrived: dict[int, list[Tensor]] = {}  # encoded messages by slot, kept for forwarding
-        self._fresh: list[tuple[int, int]] = []  # (slot, sender) of what the stage under way brings
+        self._arrived: dict[SlotKey, list[Tensor]] = {}  # encoded messages by slot, kept for forwarding
+        self._fresh: list[tuple[SlotKey, int]] = []  # (slot, sender) of what the stage under way brings
 
     def _start_stage(self, stage: GatherStage) -> Transfer:
         assert stage.weights is not None, f"{self.slots.layer}: level {stage.level} has no channel"
@@ -172,7 +172,7 @@ class Gather(StagedTransfer):
                 receives += [(peer.rank, tensor) for tensor in self._incoming(slot, stage)]
         return stage.weights.start(sends, receives, self.purpose)
 
-    def _outgoing(self, slot: int, stage: GatherStage) -> Sequence[Tensor]:
+    def _outgoing(self, slot: SlotKey, stage: GatherStage) -> Sequence[Tensor]:
         codecs, is_own = self.slots.codecs, slot == self.slots.own_slot
         messages = self._messages.get(stage.level) if is_own else self._arrived.get(slot)
         if codecs is None or messages is None or not (is_own or self._replica(slot, stage)) or self._is_exact:
@@ -180,14 +180,14 @@ class Gather(StagedTransfer):
         codecs.counters.count(codecs.kind, sum(one.nbytes for one in messages), codecs.fp32_bytes(slot))
         return messages
 
-    def _incoming(self, slot: int, stage: GatherStage) -> Sequence[Tensor]:
+    def _incoming(self, slot: SlotKey, stage: GatherStage) -> Sequence[Tensor]:
         replica = self._replica(slot, stage)
         if replica is None or self._is_exact:
             return self.slots.values(slot, trainable_only=not self._is_exact)
         self._arrived[slot] = replica.new_messages()
         return self._arrived[slot]
 
-    def _replica(self, slot: int, stage: GatherStage) -> HeldSlot | None:
+    def _replica(self, slot: SlotKey, stage: GatherStage) -> HeldSlot | None:
         """Return what takes the slot's messages over this stage; None if the slot goes as it is."""
         replica = self._replicas.get(slot)
         return None if replica is None or (replica.varies and needs_equal_lengths(stage)) else replica
@@ -228,7 +228,7 @@ class Reduce(StagedTransfer):
 
     def __init__(self, slots: Slots, purpose: Purpose, stages: Sequence[GatherStage] | None = None) -> None:
         super().__init__(slots, purpose, (slots.stages if stages is None else stages)[::-1])
-        self._arrivals: list[tuple[int, int, int, list[Tensor]]] = []  # (slot, level, sender, messages)
+        self._arrivals: list[tuple[SlotKey, int, int, list[Tensor]]] = []  # (slot, level, sender, messages)
         self._sent: list[Tensor] = []  # keeps messages alive until they have been sent
         self._scale = 1.0 if slots.codecs is None else slots.loss_scale()
 
@@ -246,11 +246,11 @@ class Reduce(StagedTransfer):
         self._sent = [message for _, message in sends]
         return stage.gradients.start(sends, receives, self.purpose)
 
-    def _layout(self, slot: int, level: int) -> MessageLayout | None:
+    def _layout(self, slot: SlotKey, level: int) -> MessageLayout | None:
         codecs = self.slots.codecs
         return None if codecs is None else codecs.layout(level, slot)
 
-    def _outgoing(self, slot: int, level: int) -> list[Tensor]:
+    def _outgoing(self, slot: SlotKey, level: int) -> list[Tensor]:
         codecs, layout = self.slots.codecs, self._layout(slot, level)
         if codecs is None or layout is None:
             sizes = self.slots.sum_sizes(slot)
@@ -263,7 +263,7 @@ class Reduce(StagedTransfer):
         self.slots.drop_sums(slot)
         return messages
 
-    def _incoming(self, slot: int, level: int) -> list[Tensor]:
+    def _incoming(self, slot: SlotKey, level: int) -> list[Tensor]:
         if (layout := self._layout(slot, level)) is not None:
             return [layout.room(self.slots.device)]
         return [torch.empty(size, dtype=dtype, device=self.slots.device) for size, dtype in self.slots.sum_sizes(slot)]
@@ -278,7 +278,7 @@ class Reduce(StagedTransfer):
                     self._add(slot, level, sender, messages)
         self._arrivals, self._sent = [], []
 
-    def _add(self, slot: int, level: int, sender: int, messages: Sequence[Tensor]) -> None:
+    def _add(self, slot: SlotKey, level: int, sender: int, messages: Sequence[Tensor]) -> None:
         codecs, layout = self.slots.codecs, self._layout(slot, level)
         if codecs is not None and layout is not None:
             receiver = codecs.gradients.receiver(level, sender)

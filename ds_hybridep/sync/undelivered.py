@@ -31,6 +31,7 @@ from ds_hybridep.plan.slots import Span
 from ds_hybridep.sync.backward import accumulates
 from ds_hybridep.sync.error_feedback import residual_of
 from ds_hybridep.sync.messages import PacketPart
+from ds_hybridep.sync.stages import HotSlot, SlotKey
 from ds_hybridep.sync.transaction import Transaction
 from ds_hybridep.sync.transfers import Slots
 from ds_hybridep.transport.channels import Purpose, Transport
@@ -219,7 +220,7 @@ def collect(
     ranks: Sequence[int],
     transport: Transport,
     num_ranks: int,
-    parts: Sequence[Sequence[PacketPart]] | None = None,
+    parts: Mapping[SlotKey, Sequence[PacketPart]] | None = None,
 ) -> Callable[[], list[Undelivered]]:
     """Send what codecs have not delivered of the domain's experts to their owners; senders keep no residuals of it.
 
@@ -236,11 +237,15 @@ def collect(
     assert (codecs := slots.codecs) is not None, f"{slots.layer}: nothing is lossy"
     gradients, own, sent_parts = codecs.gradients, slots.own_slot, codecs.parts if parts is None else parts
     others = [slot for slot in range(len(ranks)) if slot != own]
-    # Two ranks hold each other's slots as a whole, or only the hot experts, which have a slot of their own.
-    away = {slot: 0 if codecs.parts[slot] else len(ranks) for slot in others}
+    # Two ranks hold each other's slots as a whole, or only the hot experts.
+    is_far = {slot: not codecs.parts[slot] for slot in others}
+    of_own = {far: sent_parts.get(HotSlot(own) if far else own, ()) for far in (False, True)}
     gradients.home.wait()
-    sent = [(ranks[slot], _residuals(slots, sent_parts[slot + away[slot]])) for slot in others]
-    arrived = {slot: _zeros(slots, sent_parts[own + away[slot]]) for slot in others}
+    sent = [
+        (ranks[slot], _residuals(slots, sent_parts.get(HotSlot(slot) if is_far[slot] else slot, ())))
+        for slot in others
+    ]
+    arrived = {slot: _zeros(slots, of_own[is_far[slot]]) for slot in others}
     gradients.forget(None if parts is None else _crossing(slots, parts))
     purpose = Purpose("expert_gradients", "hand-over of residuals", slots.layer)
     receives = [(ranks[slot], one) for slot, one in arrived.items()]
@@ -249,10 +254,10 @@ def collect(
     def finish() -> list[Undelivered]:
         transfer.wait()
         found: list[Undelivered] = []
-        for behind in sorted(set(away.values())):
-            spans = [span for part in sent_parts[own + behind] for span in part.spans]
+        for far in sorted(set(is_far.values())):
+            spans = [span for part in of_own[far] for span in part.spans]
             # In the order of ranks: the same sum every time.
-            total = sum((arrived[slot] for slot in others if away[slot] == behind), torch.zeros(())) / num_ranks
+            total = sum((arrived[slot] for slot in others if is_far[slot] == far), torch.zeros(())) / num_ranks
             values = total.split([span.num_elements for span in spans]) if spans else ()
             found += [Undelivered(span.name, span.start, one) for span, one in zip(spans, values, strict=True)]
         return found
@@ -276,14 +281,14 @@ def _residuals(slots: Slots, parts: Sequence[PacketPart]) -> Tensor:
     return found
 
 
-def _crossing(slots: Slots, parts: Sequence[Sequence[PacketPart]]) -> set[tuple[int, Span]]:
+def _crossing(slots: Slots, parts: Mapping[SlotKey, Sequence[PacketPart]]) -> set[tuple[int, Span]]:
     """Return the spans of parts, by slot, with each level over which this rank sends or receives them."""
     return {
         (stage.level, span)
         for stage in slots.stages
         for peer in stage.peers
         for slot in (*peer.sends, *peer.receives)
-        for part in parts[slot]
+        for part in parts.get(slot, ())
         for span in part.spans
     }
 

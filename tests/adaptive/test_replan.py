@@ -84,7 +84,7 @@ def kept_back(engine: Engine) -> dict[str, torch.Tensor]:
     for replicas in replicas_of(engine):
         total = torch.zeros(len(replicas.domain_ranks), sum(part.rows * part.cols for part in replicas.parts) * 2)
         gradients, sizes = replicas.codecs.gradients, [part.fp32_bytes // 4 for part in replicas.parts]
-        starts = {part.spans[0]: slot for slot, parts in enumerate(replicas.slot_parts) for part in parts}
+        starts = {part.spans[0]: slot for slot, parts in replicas.slot_parts.items() for part in parts}
         for _, span, residual in gradients.undelivered():
             place = total[starts[span]].split(sizes)[replicas.trainable_names.index(span.name.split()[1])]
             place += residual.view(-1)
