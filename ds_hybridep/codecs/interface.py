@@ -21,8 +21,16 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from ds_hybridep.codecs import packet
-from ds_hybridep.codecs.packet import SEQUENCE_MODULUS
+from ds_hybridep.codecs.packet import (
+    MAGIC,
+    SEQUENCE_MODULUS,
+    VERSION,
+    check_headers,
+    header_words,
+    non_finite,
+    stamp_of,
+    write_headers,
+)
 from ds_hybridep.config_codecs import CodecConfig
 from ds_hybridep.errors import PacketError
 from ds_hybridep.kernels import CompiledCodecs, Mode, Source, load_codec_kernels, require_dense_rows
@@ -235,12 +243,12 @@ class Codec(ABC):
             flags = kernels.check_headers(packets, start=layout.start, stamp=layout.stamp)
             if flags >= 0:
                 return layout.codec, flags > 0
-        packet.check_headers(packets, start=layout.start, stamp=layout.stamp, what=layout.codec.settings())
+        check_headers(packets, start=layout.start, stamp=layout.stamp, what=layout.codec.settings())
         return layout.codec, True
 
     def _write_headers(self, packets: Tensor, layout: "_Layout", step: int, is_bad: Tensor) -> None:
         kernels = self.compiled(packets.device)
-        write = packet.write_headers if kernels is None else kernels.write_headers
+        write = write_headers if kernels is None else kernels.write_headers
         words = {"number": layout.number, "sequence": step % SEQUENCE_MODULUS, "stamp": layout.stamp}
         write(packets, start=layout.start, **words, is_bad=is_bad.to(torch.uint8))
 
@@ -252,9 +260,9 @@ class Codec(ABC):
             found = self._layouts[rows, cols] = _Layout(
                 codec=codec,
                 num_bytes=codec.sizes.packet_bytes(rows, cols),
-                start=packet.MAGIC | packet.VERSION << 8 | codec.codec_id << 16,
+                start=MAGIC | VERSION << 8 | codec.codec_id << 16,
                 number=codec.header_number(rows, cols),
-                stamp=packet.stamp_of(settings, rows, cols),
+                stamp=stamp_of(settings, rows, cols),
             )
         return found
 
@@ -297,7 +305,7 @@ def assign_or_add(out: Tensor, values: Tensor, *, is_add: bool) -> None:
 
 def _poison(packets: Tensor, values: Tensor) -> Tensor:
     """Assign nan where packets are flagged: the same nan everywhere, so that bits stay equal."""
-    is_bad = packet.non_finite(packets)
+    is_bad = non_finite(packets)
     if packets.device.type != "cpu" or bool(is_bad.any()):  # no device-to-host sync on an accelerator
         values.masked_fill_(is_bad[:, None, None], math.nan)
     return values
@@ -316,7 +324,7 @@ class PacketOrder:
         """Raise PacketError unless packets [n, packet_bytes] are the ones that come next."""
         if packets.device.type != "cpu":
             return
-        numbers = {number % SEQUENCE_MODULUS for number in packet.header_words(packets)[:, 2].tolist()}
+        numbers = {number % SEQUENCE_MODULUS for number in header_words(packets)[:, 2].tolist()}
         if wrong := numbers - {self.expected}:
             raise PacketError(
                 f"packet has sequence number {min(wrong)}, wanted {self.expected}: one before it was lost, or it came "

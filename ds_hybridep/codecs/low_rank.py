@@ -32,8 +32,17 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from ds_hybridep.codecs import blockwise
-from ds_hybridep.codecs.blockwise import Blockwise, read_quantised, write_quantised
+from ds_hybridep.codecs.blockwise import (
+    Blockwise,
+    divisor,
+    read_codes,
+    read_quantised,
+    times_scales,
+    to_bf16_up,
+    to_blocks,
+    write_codes,
+    write_quantised,
+)
 from ds_hybridep.codecs.interface import Codec, CodecState, assign_or_add
 from ds_hybridep.config_codecs import BlockwiseConfig, LowRankConfig
 from ds_hybridep.kernels import Source
@@ -249,18 +258,18 @@ class LowRank(Codec):
 
 def write_log4(x: Tensor, payload: Tensor) -> None:
     """Quantise x [N, L] fp32 into payload [N, bytes]."""
-    blocks = blockwise.to_blocks(x, FACTOR_BLOCK)
-    scales = blockwise.to_bf16_up(blocks.abs().amax(dim=-1) / LOG_VALUES[-1])
-    codes = torch.bucketize(blocks.abs() / blockwise.divisor(scales), x.new_tensor(LOG_BETWEEN), right=True)
+    blocks = to_blocks(x, FACTOR_BLOCK)
+    scales = to_bf16_up(blocks.abs().amax(dim=-1) / LOG_VALUES[-1])
+    codes = torch.bucketize(blocks.abs() / divisor(scales), x.new_tensor(LOG_BETWEEN), right=True)
     codes += len(LOG_VALUES) * ((codes > 0) & (blocks < 0))
-    blockwise.write_codes(codes.to(torch.uint8).flatten(-2)[..., : x.shape[-1]], scales, payload, 4)
+    write_codes(codes.to(torch.uint8).flatten(-2)[..., : x.shape[-1]], scales, payload, 4)
 
 
 def read_log4(payload: Tensor, length: int) -> Tensor:
     """The inverse of `write_log4`: fp32 [N, length]."""
-    codes, scales = blockwise.read_codes(payload, length, 4, FACTOR_BLOCK)
+    codes, scales = read_codes(payload, length, 4, FACTOR_BLOCK)
     levels = torch.tensor([*LOG_VALUES, *(-value for value in LOG_VALUES)], device=payload.device)
-    return blockwise.times_scales(levels[codes.long()], scales, FACTOR_BLOCK)
+    return times_scales(levels[codes.long()], scales, FACTOR_BLOCK)
 
 
 def _times_columns(x: Tensor, q: Tensor) -> Tensor:

@@ -18,8 +18,10 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from ds_hybridep.codecs import packet, patch_format
+from ds_hybridep.codecs.packet import MAGIC, VERSION, stamp_of
 from ds_hybridep.codecs.patch_format import MANTISSA_BITS, SEGMENT
+from ds_hybridep.codecs.patch_format import decode as decode_reference
+from ds_hybridep.codecs.patch_format import encode as encode_reference
 from ds_hybridep.errors import PacketError
 from ds_hybridep.kernels import CompiledCodecs, Mode, load_codec_kernels
 from ds_hybridep.plan.packets import PATCH_PREFIX_BYTES as PREFIX_BYTES
@@ -68,11 +70,11 @@ class PatchCodec:
         assert len(out) >= room, f"out: {len(out)} bytes, wanted {room}"
         assert out.device == new.device, f"out: on {out.device}, wanted {new.device}"
         kernels = self._compiled(new.device)
-        encode = patch_format.encode if kernels is None else kernels.patch_encode
+        encode = encode_reference if kernels is None else kernels.patch_encode
         num_bytes, checksum = encode(new, sent, out[PREFIX_BYTES:], mantissa_bits=MANTISSA_BITS[new.dtype])
         length = PREFIX_BYTES + num_bytes
         words = [
-            packet.MAGIC | packet.VERSION << 8 | self.codec_id << 16,
+            MAGIC | VERSION << 8 | self.codec_id << 16,
             (checksum + sequence) % MODULUS,
             sequence % MODULUS,
             self._stamp(new),
@@ -117,7 +119,7 @@ class PatchCodec:
         if length > len(packet):
             raise PacketError(f"packet has {len(packet)} bytes, wanted {length} as its header says; it was cut off")
         kernels = self._compiled(held.device)
-        decode = patch_format.decode if kernels is None else kernels.patch_decode
+        decode = decode_reference if kernels is None else kernels.patch_decode
         payload = packet[PREFIX_BYTES:length].contiguous()
         wrong, checksum = decode(payload, held, mantissa_bits=MANTISSA_BITS[held.dtype])
         if wrong:
@@ -137,7 +139,7 @@ class PatchCodec:
         prefix = bytes(message[:PREFIX_BYTES].tolist())  # device-to-host sync
         start, number, sequence, stamp = (int.from_bytes(prefix[at : at + 4], "little") for at in (0, 4, 8, 12))
         length = int.from_bytes(prefix[16:24], "little")
-        wanted = packet.MAGIC | packet.VERSION << 8 | self.codec_id << 16
+        wanted = MAGIC | VERSION << 8 | self.codec_id << 16
         if start != wanted:
             raise PacketError(
                 f"packet starts with {start:#010x}, wanted {wanted:#010x} for a patch; encode with patch"
@@ -147,7 +149,7 @@ class PatchCodec:
         return start, number, sequence, stamp, length
 
     def _stamp(self, weights: Tensor) -> int:
-        return packet.stamp_of(f"{self.settings()} {weights.dtype}", 1, len(weights))
+        return stamp_of(f"{self.settings()} {weights.dtype}", 1, len(weights))
 
     def _compiled(self, device: torch.device) -> CompiledCodecs | None:
         return load_codec_kernels(self.kernels, device)

@@ -21,8 +21,7 @@ import struct
 import torch
 from torch import Tensor
 
-from ds_hybridep.kernels import compiled
-from ds_hybridep.kernels.compiled import RoutePlan
+from ds_hybridep.kernels.compiled import RoutePlan, require_contiguous, require_records, sizes_of
 from ds_hybridep.plan.row_format import SCALE_BLOCK, RowFormat, num_scales, record_bytes
 
 FP32_BIAS, FP32_INFINITY, NOT_FINITE = 127, 0x7F800000, 255
@@ -44,7 +43,7 @@ class ReferenceKernels:
         expert_to_destination: [E] int32, in 0..N-1; negative if this plan does not route the expert.
         """
         tensors = {"topk_idx": topk_idx, "expert_to_destination": expert_to_destination}
-        num_tokens, top_k, num_experts = compiled.sizes_of("plan_routes", *"TKE", **tensors)
+        num_tokens, top_k, num_experts = sizes_of("plan_routes", *"TKE", **tensors)
         nowhere = num_destinations  # a destination past all others, for slots that are not routed
 
         # 1. Destination of every slot.  Dropped slots read the entry appended to the map.
@@ -86,7 +85,7 @@ class ReferenceKernels:
 
     def dispatch_rows(self, x: Tensor, row_to_token: Tensor) -> Tensor:
         """Return x[row_to_token], [R, D] in x.dtype, for x [T, D] of any dtype, row_to_token [R] int64 in 0..T-1."""
-        (num_tokens,) = compiled.sizes_of("dispatch_rows", "T", x=x, row_to_token=row_to_token)
+        (num_tokens,) = sizes_of("dispatch_rows", "T", x=x, row_to_token=row_to_token)
         _require_index("row_to_token", row_to_token, num_tokens, "tokens", may_be_negative=False)
         return x.index_select(0, row_to_token)
 
@@ -107,7 +106,7 @@ class ReferenceKernels:
         x: [T, D] floating point.  Elements beyond the range of fp32 count as inf.
         row_to_token: as in `dispatch_rows`.
         """
-        num_tokens, num_rows, hidden = compiled.sizes_of("dispatch_rows", *"TRD", x=x, row_to_token=row_to_token)
+        num_tokens, num_rows, hidden = sizes_of("dispatch_rows", *"TRD", x=x, row_to_token=row_to_token)
         _require_index("row_to_token", row_to_token, num_tokens, "tokens", may_be_negative=False)
         padded = torch.nn.functional.pad(x.index_select(0, row_to_token).float(), (0, -hidden % SCALE_BLOCK))
         blocks = padded.view(num_rows, num_scales(hidden), SCALE_BLOCK)
@@ -126,7 +125,7 @@ class ReferenceKernels:
         Elements are code times scale, at most the largest finite number of the floating point `dtype`.  Without this
         bound, a finite element near the largest number of its dtype could round to inf.
         """
-        compiled.require_records(records, hidden)
+        require_records(records, hidden)
         code_dtype = torch.float8_e4m3fn if row_format == "fp8" else torch.int8
         codes = records[:, :hidden].contiguous().view(code_dtype).to(torch.promote_types(dtype, torch.float32))
         exponents = records[:, hidden : hidden + num_scales(hidden)]
@@ -147,7 +146,7 @@ class ReferenceKernels:
         out_dtype: dtype of the result; None for rows.dtype.
         """
         tensors = {"rows": rows, "slot_to_row": slot_to_row, "weights": weights}
-        num_tokens, top_k, num_rows, hidden = compiled.sizes_of("combine_rows", *"TKRD", **tensors)
+        num_tokens, top_k, num_rows, hidden = sizes_of("combine_rows", *"TKRD", **tensors)
         _require_index("slot_to_row", slot_to_row, num_rows, "rows", may_be_negative=True)
         out = rows.new_zeros((num_tokens, hidden), dtype=_sum_dtype(rows))
         for k in range(top_k if num_rows else 0):
@@ -170,7 +169,7 @@ class ReferenceKernels:
         grad: [T, D] floating point, gradient of the result; the other arguments as given to combine_rows.
         """
         tensors = {"grad": grad, "rows": rows, "slot_to_row": slot_to_row, "weights": weights}
-        top_k, num_rows, hidden = compiled.sizes_of("combine_rows_backward", *"KRD", **tensors)
+        top_k, num_rows, hidden = sizes_of("combine_rows_backward", *"KRD", **tensors)
         _require_index("slot_to_row", slot_to_row, num_rows, "rows", may_be_negative=True)
         wide_grad = grad.to(_sum_dtype(rows))
         # An extra row takes what slots without a row add.
@@ -193,7 +192,7 @@ class ReferenceKernels:
 
             int16 {1, 2, -3}  ->  {0, -4}
         """
-        compiled.require_contiguous("tensor", tensor)
+        require_contiguous("tensor", tensor)
         words = tensor.view(-1).view(torch.int16 if tensor.element_size() > 1 else torch.uint8)
         sums = torch.zeros(2, dtype=torch.int64, device=tensor.device)
         for begin in range(0, len(words), WORDS_AT_A_TIME):

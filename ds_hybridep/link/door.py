@@ -6,16 +6,15 @@ import os
 import socket
 import ssl
 import time
-from selectors import EVENT_READ, EVENT_WRITE
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from selectors import EVENT_READ, EVENT_WRITE, BaseSelector
+from typing import Any
 
-from ds_hybridep.link import trust
 from ds_hybridep.link.options import Resolved
 from ds_hybridep.link.peer import Peer, State
-from ds_hybridep.link.trust import Claims, Refused, Steps
-
-if TYPE_CHECKING:
-    from ds_hybridep.link.link import Link
+from ds_hybridep.link.trust import EARLY, JOB, RESTARTED, SAME_TLS, WELCOME, Claims, Refused, Steps
+from ds_hybridep.link.trust import accept as accept_steps
+from ds_hybridep.link.trust import dial as dial_steps
 
 MAX_STRANGERS = 64  # connections that others have made and whose handshake has not ended
 HANDSHAKE_S = 10.0  # the longest handshake
@@ -54,7 +53,7 @@ class Attempt:
             self._door.selector.modify(self.sock, EVENT_WRITE, self.on_event)
         except (OSError, Refused) as error:
             is_told = self._is_connecting or isinstance(error, Refused)
-            self.end(error if is_told else ConnectionError(f"{error}; {trust.SAME_TLS}"))
+            self.end(error if is_told else ConnectionError(f"{error}; {SAME_TLS}"))
         else:
             self.end(None, theirs)
 
@@ -72,7 +71,7 @@ class Attempt:
         if self.peer is not None and error is not None:
             is_refused = isinstance(error, ConnectionRefusedError)
             self.peer.note_trouble(self._index, f"dialling it: {error}", is_refused=is_refused)
-            if isinstance(error, Refused) and error.args != (trust.EARLY,):
+            if isinstance(error, Refused) and error.args != (EARLY,):
                 self.peer.end(f"it refused the connection: {error}")
 
     def _go(self) -> Claims | None:
@@ -106,15 +105,25 @@ class Attempt:
 class Door:
     """The listening port of one rank, and handshakes under way; for the link's thread.
 
+    instance: the name of the link alone.
     contexts: for TLS, to dial and to accept with.
+    peers: by rank, those that are known.
     """
 
     def __init__(
-        self, link: "Link", world_size: int, secret: bytes,
-        contexts: tuple[ssl.SSLContext | None, ssl.SSLContext | None], listener: socket.socket,
-    ) -> None:  # fmt: skip
-        self._rank, self._world_size, self._secret, self._instance = link.rank, world_size, secret, link.instance
-        self._listener, self.contexts, self.selector, self.peers = listener, contexts, link.selector, link.peers
+        self,
+        listener: socket.socket,
+        selector: BaseSelector,
+        peers: Mapping[int, Peer],
+        *,
+        rank: int,
+        world_size: int,
+        instance: bytes,
+        secret: bytes,
+        contexts: tuple[ssl.SSLContext | None, ssl.SSLContext | None],
+    ) -> None:
+        self._rank, self._world_size, self._secret, self._instance = rank, world_size, secret, instance
+        self._listener, self.contexts, self.selector, self.peers = listener, contexts, selector, peers
         self.attempts: list[Attempt] = []
         self._is_deaf = False
         self.port: int = listener.getsockname()[1]
@@ -126,7 +135,7 @@ class Door:
         if index >= 0:
             received = peer.lanes[index].received
             ours = (self._rank, peer.rank, self._world_size, index, len(peer.lanes), self._instance, received)
-            steps = trust.dial(self._secret, Claims(*ours))
+            steps = dial_steps(self._secret, Claims(*ours))
 
         try:
             Attempt(self, socket.socket(place[0], socket.SOCK_STREAM), steps, peer, index, place[1])
@@ -139,7 +148,7 @@ class Door:
             self.selector.register(self._listener, EVENT_READ, self._accept)
             self._is_deaf = False
         for attempt in [one for one in self.attempts if now - one.began_at > HANDSHAKE_S]:
-            attempt.end(TimeoutError(f"no handshake in {HANDSHAKE_S:g} s; {trust.SAME_TLS}"))
+            attempt.end(TimeoutError(f"no handshake in {HANDSHAKE_S:g} s; {SAME_TLS}"))
 
     def close(self) -> None:
         for attempt in self.attempts:
@@ -158,7 +167,7 @@ class Door:
             strangers[0].end(ConnectionError("too many connections at once"))
         try:
             sock.getpeername()  # raises an error if the other side has closed the connection already, as TLS would
-            Attempt(self, sock, trust.accept(self._secret, self._admit))
+            Attempt(self, sock, accept_steps(self._secret, self._admit))
         except (OSError, ValueError):
             sock.close()
 
@@ -166,17 +175,17 @@ class Door:
         """Judge what a dialler claims who knows the secret."""
         ours = theirs._replace(rank=self._rank, to=theirs.rank, world_size=self._world_size, instance=self._instance)
         if theirs.world_size != self._world_size or theirs.to != self._rank or theirs.rank <= self._rank:
-            return trust.JOB, ours
+            return JOB, ours
         if (peer := self.peers.get(theirs.rank)) is None:
-            return trust.EARLY, ours
+            return EARLY, ours
         if theirs.lane >= theirs.num_lanes or theirs.num_lanes != len(peer.lanes):
-            return trust.JOB, ours
+            return JOB, ours
         if peer.has_left and peer.instance != theirs.instance:
-            return trust.EARLY, ours  # it has a new link; this rank will connect with it again
+            return EARLY, ours  # it has a new link; this rank will connect with it again
         if not self.is_same(peer, theirs):
-            return trust.RESTARTED, ours
+            return RESTARTED, ours
         peer.lanes[theirs.lane].drop("the other side has dialled again")
-        return trust.WELCOME, ours._replace(received=peer.lanes[theirs.lane].received)
+        return WELCOME, ours._replace(received=peer.lanes[theirs.lane].received)
 
     def is_same(self, peer: Peer, theirs: Claims) -> bool:
         """Return False if the peer is gone, also because another process has taken its place."""

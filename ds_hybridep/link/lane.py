@@ -13,15 +13,12 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable
-from selectors import EVENT_READ, EVENT_WRITE
-from typing import TYPE_CHECKING, Any
+from selectors import EVENT_READ, EVENT_WRITE, BaseSelector
+from typing import Any
 
-from ds_hybridep.link.messages import SMALL_BYTES, Piece, Receive
+from ds_hybridep.link.messages import SMALL_BYTES, Mail, Piece, Receive
 from ds_hybridep.link.options import tcp_info
 from ds_hybridep.link.wire import FACT_BYTES, HEADER, Frame, Kind, parse
-
-if TYPE_CHECKING:
-    from ds_hybridep.link.peer import Peer
 
 _BATCH_BYTES, _BATCH_BUFFERS = 2**18, 64  # given to the system at once
 _ROUNDS = 32  # reads or writes in a row, before it is other lanes' turn
@@ -33,11 +30,22 @@ class Lane:
     """One side of a lane, for the link's thread.  `sock` is None while there is no connection.
 
     priority: of the messages that it carries.
+    on_frame: called with each frame that is no part of a message, and its payload.
+    on_drop: called with the lane and the cause when its connection was closed.
     """
 
-    def __init__(self, index: int, priority: int, peer: "Peer") -> None:
-        self.index, self._priority, self._peer, self._mail = index, priority, peer, peer.mail
-        self._selector = peer.link.selector
+    def __init__(
+        self,
+        index: int,
+        priority: int,
+        mail: Mail,
+        selector: BaseSelector,
+        *,
+        on_frame: Callable[[Frame, bytes], None],
+        on_drop: Callable[["Lane", str], None],
+    ) -> None:
+        self.index, self._priority, self._mail, self._selector = index, priority, mail, selector
+        self._on_frame, self._on_drop = on_frame, on_drop
         self.sock: socket.socket | None = None
         self.heard_at = self.acknowledged_at = time.monotonic()
         self.silent_s = 0.0  # for the peer to count
@@ -83,7 +91,7 @@ class Lane:
             self.sock.close()
             self.sock = None
             self._clear()
-            self._peer.dropped(self, cause)
+            self._on_drop(self, cause)
 
     def on_event(self, mask: int) -> None:
         """Read and write what the socket allows."""
@@ -229,7 +237,7 @@ class Lane:
         if frame.kind is Kind.ACK:
             self._acknowledge(frame.sequence)
         elif receive is None:
-            self._peer.told(frame, b"" if payload is None else bytes(payload[: frame.length]))
+            self._on_frame(frame, b"" if payload is None else bytes(payload[: frame.length]))
         else:
             self.received += 1
             self._ack_is_due = True

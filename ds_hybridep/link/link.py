@@ -67,7 +67,10 @@ class Link:
         self.selector = selectors.DefaultSelector()
         contexts = (None, None) if tls is None else tls.contexts()
         self.instance = os.urandom(16)  # a name of this link alone
-        self.door = Door(self, world_size, secret, contexts, listen(host, ports))
+        self.door = Door(
+            listen(host, ports), self.selector, self.peers, rank=rank, world_size=world_size, instance=self.instance,
+            secret=secret, contexts=contexts,
+        )  # fmt: skip
         self.address: Address = (host, self.door.port)
         self._wakes = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self.selector.register(self._wakes, selectors.EVENT_READ, lambda _: os.eventfd_read(self._wakes))
@@ -90,7 +93,7 @@ class Link:
             raise CommunicationError(f"rank {self.rank}: the system refuses {options} ({refusal}); choose others")
         for rank, (host, port) in addresses.items():
             if rank != self.rank:
-                new[rank] = Peer(self, rank, (host, port), options)
+                new[rank] = Peer(self, rank, (host, port), options, dial=self.door.dial)
         with self._changed:
             for rank in new.keys() & self.peers.keys():
                 self._discard(self.peers[rank], "it was connected anew")

@@ -4,18 +4,18 @@
 import socket
 import time
 from collections import defaultdict
+from collections.abc import Callable
 from enum import Enum
 from functools import partial
 from math import inf
-from typing import TYPE_CHECKING, NamedTuple
+from selectors import BaseSelector
+from threading import Lock
+from typing import NamedTuple, Protocol
 
 from ds_hybridep.link.lane import BEAT_S, Lane, Lifeline
 from ds_hybridep.link.messages import BULK, URGENT, Mail
 from ds_hybridep.link.options import Address, LinkOptions, resolve, tcp_info
 from ds_hybridep.link.wire import Frame, Kind
-
-if TYPE_CHECKING:
-    from ds_hybridep.link.link import Link
 
 SILENT_S = 5.0  # a connection is given up if nothing comes for so long; a peer is then silent
 TRIAL_S = 1.0  # how long the start waits for the answer of a port that only the other side needs to reach
@@ -52,17 +52,40 @@ class PeerStatistics(NamedTuple):
     reconnects: int
 
 
-class Peer:
-    """One peer, for the link's thread."""
+class Local(Protocol):
+    """What a peer needs of its link: this rank's side, which all peers share."""
 
-    def __init__(self, link: "Link", rank: int, address: Address, options: LinkOptions) -> None:
+    rank: int
+    timeout_s: float
+    early_bytes: int
+    lock: Lock
+    progress: int
+    said: list[bytes]
+
+    @property
+    def selector(self) -> BaseSelector: ...
+
+    def note(self, fact: Fact) -> None: ...
+
+
+class Peer:
+    """One peer, for the link's thread.
+
+    dial: connects the lane of a peer with this number; -1 only tries whether its port takes connections.
+    """
+
+    def __init__(
+        self, link: Local, rank: int, address: Address, options: LinkOptions, *, dial: Callable[..., None]
+    ) -> None:
         self.link, self.rank, self.options = link, rank, options
         self.who = f"rank {rank} ({address[0]}:{address[1]})"
         self.mail = Mail(link.lock, link.early_bytes, options.connections)
-        self._dials, self._dial = link.rank > rank, partial(link.door.dial, resolve(*address))
+        self._dials, self._dial = link.rank > rank, partial(dial, resolve(*address))
         priorities = [URGENT] * options.connections + [BULK] * options.connections
-        self._messages = [Lane(index, priority, self) for index, priority in enumerate(priorities)]
-        self.lanes = [*self._messages, Lifeline(len(priorities), BULK, self)]
+        make = partial(Lane, mail=self.mail, selector=link.selector, on_frame=self.told, on_drop=self.dropped)
+        self._messages = [make(index, priority) for index, priority in enumerate(priorities)]
+        lifeline = Lifeline(len(priorities), BULK, self.mail, link.selector, on_frame=self.told, on_drop=self.dropped)
+        self.lanes = [*self._messages, lifeline]
         self.state, self.instance, self.last_trouble = State.SILENT, b"", "no connection was made"
         self.progress = 0  # `Link.progress` of the peer
         self.has_left = False  # in good order

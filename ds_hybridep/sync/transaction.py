@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import torch
 
 
-class Member(Protocol):
+class Participant(Protocol):
     """One that can join.  What it had when it joined is what `undo` brings back."""
 
     def commit(self) -> None: ...
@@ -24,32 +24,32 @@ class Transaction:
     """The optimizer step under way, shared by all that its fate decides about."""
 
     def __init__(self) -> None:
-        self._members: dict[Member, None] = {}  # in the order in which they joined
+        self._participants: dict[Participant, None] = {}  # in the order in which they joined
         self._backward = -1  # autograd's number of the backward in which the first one joined
 
-    def __contains__(self, member: Member) -> bool:
-        return member in self._members
+    def __contains__(self, participant: Participant) -> bool:
+        return participant in self._participants
 
     def __len__(self) -> int:
-        return len(self._members)
+        return len(self._participants)
 
-    def join(self, member: Member) -> None:
+    def join(self, participant: Participant) -> None:
         """Call before each change; only the first call in a step counts."""
-        if not self._members:
+        if not self._participants:
             self._backward = torch._C._current_graph_task_id()
-        self._members.setdefault(member)
+        self._participants.setdefault(participant)
 
     def commit(self) -> None:
         """Make all changes final: the optimizer step is being applied."""
-        for member in self._members:
-            member.commit()
-        self._members.clear()
+        for participant in self._participants:
+            participant.commit()
+        self._participants.clear()
 
     def undo(self) -> None:
         """Undo all changes: the optimizer step was skipped, or its gradients were dropped."""
-        for member in self._members:
-            member.undo()
-        self._members.clear()
+        for participant in self._participants:
+            participant.undo()
+        self._participants.clear()
 
     def before_backward(
         self, undo_replaced: Callable[[], None], original: Callable[..., Any], *args: Any, **kwargs: Any
@@ -59,6 +59,6 @@ class Transaction:
         Call this at each output of the model in a backward.
         """
         # Numbers grow, so a backward inside another one, as re-entrant checkpointing has it, is no earlier one.
-        if self._members and self._backward < torch._C._current_graph_task_id():
+        if self._participants and self._backward < torch._C._current_graph_task_id():
             undo_replaced()
         return original(*args, **kwargs)

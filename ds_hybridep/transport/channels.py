@@ -190,7 +190,10 @@ class Channel:
         transfer must not block, because some ranks start it only after others have gone on.
         """
         if self._nccl is None and self.has_equal_lengths and (streams := streams_of(device)) is not None:
-            self._nccl = NcclGroup(self.name, self.ranks, self.transport, streams)
+            job = self.transport
+            self._nccl = NcclGroup(
+                self.name, self.ranks, streams, rank=job.rank, generation=job.generation, timeout_s=job.timeout_s
+            )
 
     def start(self, sends: Sequence[Part], receives: Sequence[Part], purpose: Purpose) -> Transfer:
         """Start sending and receiving; the tensors must stay untouched until the transfer has finished.

@@ -21,7 +21,7 @@ import threading
 import time
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -31,9 +31,6 @@ from ds_hybridep.errors import CommunicationError
 from ds_hybridep.transport.job import first_line, job_store
 from ds_hybridep.transport.streams import DeviceStreams, Mark, Part
 from ds_hybridep.transport.waits import waiting
-
-if TYPE_CHECKING:
-    from ds_hybridep.transport.channels import Transport
 
 NCCL_LOOK_S = 2e-4  # between two looks at a batch under way
 _ONE_BATCH_AT_A_TIME = threading.Lock()
@@ -69,22 +66,33 @@ class NcclGroup:
     NCCL starts a batch after the work that is queued on the current stream, and runs it in a stream of its own.
     """
 
-    def __init__(self, name: str, ranks: tuple[int, ...], transport: "Transport", streams: DeviceStreams) -> None:
+    def __init__(
+        self,
+        name: str,
+        ranks: tuple[int, ...],
+        streams: DeviceStreams,
+        *,
+        rank: int,
+        generation: int,
+        timeout_s: float,
+    ) -> None:
         self._streams, self._device = streams, streams.device
         self._index_of_rank = {rank: index for index, rank in enumerate(ranks)}
         self._watching = streams.new_stream()
-        others = [rank for rank in ranks if rank != transport.rank]
+        others = [one for one in ranks if one != rank]
         try:
             with waiting(for_all=True):
-                self._group = connect_nccl(name, ranks, transport, streams.device)
+                self._group = connect_nccl(
+                    f"{generation}/nccl/{name}", ranks, rank, timeout_s=timeout_s, device=streams.device
+                )
                 # NCCL connects two ranks in the first batch that they share, and the host waits: no transfer may.
                 there, here = (torch.zeros(len(others), 1, dtype=torch.uint8, device=streams.device) for _ in range(2))
                 greeting = self.start(list(zip(others, there, strict=True)), list(zip(others, here, strict=True)))
-                greeting.wait(transport.timeout_s)
+                greeting.wait(timeout_s)
         except RuntimeError as error:
             raise CommunicationError(
-                f"rank {transport.rank}: connecting ranks {list(ranks)} for {name} over NCCL failed within the time "
-                f"limit of {transport.timeout_s:g} s: {first_line(error)}; look at the log of those ranks for the "
+                f"rank {rank}: connecting ranks {list(ranks)} for {name} over NCCL failed within the time "
+                f"limit of {timeout_s:g} s: {first_line(error)}; look at the log of those ranks for the "
                 "first error, and at NCCL_DEBUG=INFO"
             ) from error
 
@@ -103,17 +111,17 @@ class NcclGroup:
         return NcclBatch(self._streams, arrived, [tensor for _, tensor in (*sends, *receives)])
 
 
-def connect_nccl(name: str, ranks: tuple[int, ...], transport: "Transport", device: torch.device) -> Any:
+def connect_nccl(name: str, ranks: tuple[int, ...], rank: int, *, timeout_s: float, device: torch.device) -> Any:
     """Return a process group over some ranks of the job, made by these ranks alone.
 
     `dist.new_group` would not do: if all ranks call it, each group costs a barrier over the job; if only members do,
     it names the group by the number of groups that a rank knows, which differs once users make groups.
     """
     members = hashlib.sha256("-".join(map(str, ranks)).encode()).hexdigest()[:16]
-    store = job_store(f"{transport.generation}/nccl/{name}/{members}")
-    index = ranks.index(transport.rank)
+    store = job_store(f"{name}/{members}")
+    index = ranks.index(rank)
     kind, options = dist.ProcessGroup.BackendType.NCCL, dist.ProcessGroupNCCL.Options()
-    options._timeout = timedelta(seconds=transport.timeout_s)
+    options._timeout = timedelta(seconds=timeout_s)
     options.global_ranks_in_group, options.group_name = list(ranks), store.prefix
     backend = dist.ProcessGroupNCCL(store, index, len(ranks), options)
     group = dist.ProcessGroup(store, index, len(ranks))

@@ -55,7 +55,7 @@ def change_a_replica(case: Case, place: int) -> str:
         dist.all_gather_object(holders, len(replicas.hot_slots))
         assert any(holders)
         if dist.get_rank() == next(rank for rank, count in enumerate(holders) if count):
-            replicas.hot.values(replicas.hot_slots[0], trainable_only=False)[0].add_(1.0)
+            replicas.values(replicas.hot_slots[0], trainable_only=False)[0].add_(1.0)
         try:
             train(engine, case, 2, 1)
         except VerificationError as error:

@@ -295,14 +295,14 @@ class FakeNccl:
     Every message is preceded by its length, which must be that of the room that was made for it.
     """
 
-    def __init__(self, cuda: FakeCuda, checker: StreamChecker, name: str, ranks: Any, transport: Any) -> None:
+    def __init__(
+        self, cuda: FakeCuda, checker: StreamChecker, name: str, ranks: Any, *, rank: int, timeout_s: float
+    ) -> None:
         self._cuda, self._checker = cuda, checker
-        path = f"fake_nccl/{transport.generation}/{name}/{ranks}"
+        path = f"fake_nccl/{name}/{ranks}"
         store = torch.distributed.distributed_c10d.PrefixStore(path, job.job_store())
-        limit = timedelta(seconds=transport.timeout_s)
-        self._group = torch.distributed.distributed_c10d.ProcessGroupGloo(
-            store, ranks.index(transport.rank), len(ranks), limit
-        )
+        limit = timedelta(seconds=timeout_s)
+        self._group = torch.distributed.distributed_c10d.ProcessGroupGloo(store, ranks.index(rank), len(ranks), limit)
         self._stream = FakeStream(cuda, f"nccl {name} {ranks}")
         self._batch: list[tuple[bool, Tensor, int]] = []
 
@@ -344,8 +344,8 @@ class FakeNccl:
 def fake_nccl(cuda: FakeCuda, checker: StreamChecker) -> Iterator[None]:
     """All levels choose NCCL, and get `FakeNccl`."""
 
-    def connect(name: str, ranks: Any, transport: Any, _device: torch.device) -> FakeNccl:
-        return FakeNccl(cuda, checker, name, ranks, transport)
+    def connect(name: str, ranks: Any, rank: int, *, timeout_s: float, device: torch.device) -> FakeNccl:
+        return FakeNccl(cuda, checker, name, ranks, rank=rank, timeout_s=timeout_s)
 
     with mock.patch.object(job, "backend_for", return_value="nccl"):
         with mock.patch.object(nccl, "connect_nccl", connect):

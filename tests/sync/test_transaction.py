@@ -6,7 +6,7 @@ import torch
 from ds_hybridep.sync.transaction import Transaction
 
 
-class Member:
+class Participant:
     def __init__(self) -> None:
         self.seen: list[str] = []
 
@@ -18,17 +18,17 @@ class Member:
 
 
 def test_who_joined_hears_once_what_became_of_the_step() -> None:
-    transaction, member = Transaction(), Member()
-    transaction.join(member)
-    transaction.join(member)
-    assert member in transaction
+    transaction, participant = Transaction(), Participant()
+    transaction.join(participant)
+    transaction.join(participant)
+    assert participant in transaction
     transaction.undo()
-    assert member.seen == ["undo"]
-    assert member not in transaction
-    transaction.join(member)
+    assert participant.seen == ["undo"]
+    assert participant not in transaction
+    transaction.join(participant)
     transaction.commit()
     transaction.undo()
-    assert member.seen == ["undo", "commit"]
+    assert participant.seen == ["undo", "commit"]
 
 
 def test_changes_of_an_earlier_backward_are_undone_and_none_of_the_same() -> None:
@@ -36,9 +36,9 @@ def test_changes_of_an_earlier_backward_are_undone_and_none_of_the_same() -> Non
 
     def begin(gradient: torch.Tensor) -> None:
         transaction.before_backward(lambda: (found.append("undone"), transaction.undo()), found.append, "began")
-        transaction.join(member)
+        transaction.join(participant)
 
-    member, x = Member(), torch.ones(1, requires_grad=True)
+    participant, x = Participant(), torch.ones(1, requires_grad=True)
     outputs = x * 2, x * 3
     for output in outputs:
         output.register_hook(begin)
@@ -56,7 +56,7 @@ def test_changes_before_the_first_output_belong_to_the_same_backward() -> None:
         lambda gradient: transaction.before_backward(lambda: found.append("undone"), found.append, "began")
     )
     total = (behind * output).sum()
-    total.register_hook(lambda gradient: transaction.join(Member()))
+    total.register_hook(lambda gradient: transaction.join(Participant()))
     total.backward()
     assert found == ["began"]
     assert len(transaction) == 1

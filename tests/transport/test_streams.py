@@ -46,9 +46,9 @@ def connect_for_training(case: Case) -> list[str]:
     with fake_device(cuda, checker), fake_nccl(cuda, checker):
         connect = nccl.connect_nccl
 
-        def note(name: str, *args: Any) -> Any:
+        def note(name: str, *args: Any, **more: Any) -> Any:
             connected.append(name)
-            return connect(name, *args)
+            return connect(name, *args, **more)
 
         with mock.patch.object(nccl, "connect_nccl", note), engine_of(case, with_block=True):
             return sorted(name.split("_")[-2] for name in connected)
@@ -118,9 +118,10 @@ class SlowGroup:
 def test_batches_in_nccl_of_two_threads_do_not_mix() -> None:
     """NCCL puts what two threads start meanwhile into one batch, or launches it in another order on each rank."""
     streams, log = FakeStreams(FakeCuda(), None), []
-    transport = mock.Mock(rank=0, timeout_s=1.0)
-    with mock.patch.object(nccl, "connect_nccl", lambda name, *_: SlowGroup(name, log)):
-        groups = [NcclGroup(name, (0, 1), transport, streams) for name in ("weights", "tokens")]
+    with mock.patch.object(nccl, "connect_nccl", lambda name, *_, **__: SlowGroup(name, log)):
+        groups = [
+            NcclGroup(name, (0, 1), streams, rank=0, generation=0, timeout_s=60.0) for name in ("weights", "tokens")
+        ]
     log.clear()
     parts = [(1, torch.ones(1))] * 2
 
