@@ -27,7 +27,7 @@ from torch import nn
 
 from benchmarks.common import usage_of
 from benchmarks.training import VOCABULARY, autoep, byte_model, engine_of, join, qwen3_moe, train_step
-from ds_hybridep.integration import attachment
+from ds_hybridep.deepspeed import attachment
 from ds_hybridep.lab.launcher import MASTER_PORT, rank_environment
 from ds_hybridep.lab.network import HOST_DEVICE, EmulatedNetwork
 from ds_hybridep.lab.topology import Topology

@@ -34,8 +34,8 @@ from training import (
 )
 
 import ds_hybridep
+from ds_hybridep.deepspeed import attachment
 from ds_hybridep.errors import ConfigError, VerificationError
-from ds_hybridep.integration import attachment
 
 pytestmark = pytest.mark.dist
 

@@ -16,7 +16,7 @@ import ds_hybridep
 from ds_hybridep.adaptive import planner
 from ds_hybridep.adaptive.planner import JobPlanner
 from ds_hybridep.adaptive.probe import LinkProbe
-from ds_hybridep.integration import attachment as owner
+from ds_hybridep.deepspeed import attachment as owner
 from ds_hybridep.transport import agreement
 from ds_hybridep.transport.channels import Transport
 

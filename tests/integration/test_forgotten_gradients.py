@@ -32,9 +32,9 @@ from training import (
 )
 
 import ds_hybridep
+from ds_hybridep.deepspeed.backward import replaces_gradients
 from ds_hybridep.errors import UnsupportedError, VerificationError
-from ds_hybridep.integration.backward import replaces_gradients
-from ds_hybridep.integration.runtime import HybridRuntime
+from ds_hybridep.runtime.runtime import HybridRuntime
 
 pytestmark = pytest.mark.dist
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import nn
 
+from ds_hybridep.deepspeed.owned import Owned
 from ds_hybridep.errors import UnsupportedError
-from ds_hybridep.integration.owned import Owned
 
 
 def engine_with(module: nn.Module, *more: nn.Parameter, wrapped: str = "") -> Any:

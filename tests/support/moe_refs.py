@@ -344,9 +344,9 @@ def token_bytes(
 def build_case(case: MoeCase, rank: int, is_boundary: Callable[[], bool] = lambda: True, **options: Any) -> Any:
     """The runtime of `case` on this rank, and its experts by layer.  All ranks must call."""
     from ds_hybridep.config import parse_config
+    from ds_hybridep.deepspeed import attachment
     from ds_hybridep.experts.layer_spec import LayerSpec
-    from ds_hybridep.integration import attachment
-    from ds_hybridep.integration.build import Facts
+    from ds_hybridep.runtime.build import Facts
     from ds_hybridep.tokens.layer import call_expert
 
     owned = [

@@ -22,17 +22,17 @@ from torch import nn
 
 from ds_hybridep.adaptive.planner import JobPlanner
 from ds_hybridep.config import HybridEPConfig
+from ds_hybridep.deepspeed.backward import replaces_gradients
+from ds_hybridep.deepspeed.dense import DenseSync
+from ds_hybridep.deepspeed.patches import ENGINE, MODULE, Patches
+from ds_hybridep.deepspeed.sites import join_sites
 from ds_hybridep.errors import ConfigError
 from ds_hybridep.experts.migration import MigrationManager
-from ds_hybridep.integration.backward import replaces_gradients
-from ds_hybridep.integration.build import Facts, plan_layer
-from ds_hybridep.integration.dense import DenseSync
-from ds_hybridep.integration.log import log_dist, write_json
-from ds_hybridep.integration.patches import ENGINE, MODULE, Patches
-from ds_hybridep.integration.runtime import EngineStep, HybridRuntime, noticing
-from ds_hybridep.integration.sites import join_sites
-from ds_hybridep.integration.statistics import monitor_events, summarize
 from ds_hybridep.kernels import load_kernels
+from ds_hybridep.runtime.build import Facts, plan_layer
+from ds_hybridep.runtime.log import log_dist, write_json
+from ds_hybridep.runtime.runtime import EngineStep, HybridRuntime, noticing
+from ds_hybridep.runtime.statistics import monitor_events, summarize
 from ds_hybridep.transport import watch
 from ds_hybridep.transport.agreement import agree, announcing_failure, together
 from ds_hybridep.transport.channels import Transport

@@ -15,8 +15,7 @@ from torch import nn
 
 from ds_hybridep.adaptive.planner import JobPlanner
 from ds_hybridep.config import HybridEPConfig, parse_config
-from ds_hybridep.errors import ConfigError, UnsupportedError
-from ds_hybridep.integration import (
+from ds_hybridep.deepspeed import (
     autoep,
     checkpoint_guard,
     checkpoints,
@@ -28,10 +27,11 @@ from ds_hybridep.integration import (
     param_groups,
     supported,
 )
-from ds_hybridep.integration.attachment import Attachment, attached, attachment_of
-from ds_hybridep.integration.facts import facts_of, find_layers, workload_of
-from ds_hybridep.integration.log import log_dist
-from ds_hybridep.integration.patches import AUTOEP_LAYER, ENGINE, MODULE, MOE_LAYER, Patches
+from ds_hybridep.deepspeed.attachment import Attachment, attached, attachment_of
+from ds_hybridep.deepspeed.facts import facts_of, find_layers, workload_of
+from ds_hybridep.deepspeed.patches import AUTOEP_LAYER, ENGINE, MODULE, MOE_LAYER, Patches
+from ds_hybridep.errors import ConfigError, UnsupportedError
+from ds_hybridep.runtime.log import log_dist
 from ds_hybridep.tokens.layer import note_call
 from ds_hybridep.transport.agreement import announcing_failure
 from ds_hybridep.transport.job import is_initialized, world_size
@@ -169,7 +169,7 @@ def _bind_engine(attachment: Attachment) -> None:
         patches.wrap(ENGINE, method, engine, replacement)
     if all(map(autoep.is_autoep_layer, layers.values())):
         if adapted := autoep.adapted_layers(layers):
-            from ds_hybridep.integration import adapters  # here, because it needs modules of AutoEP
+            from ds_hybridep.deepspeed import adapters  # here, because it needs modules of AutoEP
 
             load = partial(adapters.load_module_state_dict, adapted)
             patches.wrap(ENGINE, "load_module_state_dict", engine, load)

@@ -13,14 +13,14 @@ from deepspeed.moe.sharded_moe import MOELayer
 from torch import Tensor, nn
 
 from ds_hybridep.adaptive.rates import expert_params
+from ds_hybridep.deepspeed import autoep, classic, dense
 from ds_hybridep.errors import UnsupportedError
 from ds_hybridep.experts.layer_spec import LayerSpec
 from ds_hybridep.experts.slots import lay_out
-from ds_hybridep.integration import autoep, classic, dense
-from ds_hybridep.integration.build import Facts
-from ds_hybridep.integration.runtime import is_boundary_of, loss_scale_of
 from ds_hybridep.plan.codec_costs import DEFAULT_LEARNING_RATE
 from ds_hybridep.plan.workload import MoEModel, Workload
+from ds_hybridep.runtime.build import Facts
+from ds_hybridep.runtime.runtime import is_boundary_of, loss_scale_of
 
 
 def facts_of(engine: Any, layers: Mapping[str, Any]) -> Facts:

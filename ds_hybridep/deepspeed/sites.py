@@ -17,13 +17,13 @@ from torch import Tensor
 from ds_hybridep.codecs import make_codec
 from ds_hybridep.config import HybridEPConfig
 from ds_hybridep.config_codecs import recommended_codecs
-from ds_hybridep.integration import owned
-from ds_hybridep.integration.build import Facts
-from ds_hybridep.integration.log import log_dist
-from ds_hybridep.integration.patches import Patches
-from ds_hybridep.integration.site_exchange import SiteExchange, compared
+from ds_hybridep.deepspeed import owned
+from ds_hybridep.deepspeed.patches import Patches
+from ds_hybridep.deepspeed.site_exchange import SiteExchange, compared
 from ds_hybridep.kernels import Kernels
 from ds_hybridep.link import read_secret
+from ds_hybridep.runtime.build import Facts
+from ds_hybridep.runtime.log import log_dist
 from ds_hybridep.sites.data import site_of
 from ds_hybridep.sites.exchange import Counters, Crossing, Incoming
 from ds_hybridep.sites.member import Member

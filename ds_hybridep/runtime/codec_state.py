@@ -19,8 +19,8 @@ from ds_hybridep.errors import AgreementError
 from ds_hybridep.experts.codecs import ExpertCodecs
 from ds_hybridep.experts.migration import MigrationManager
 from ds_hybridep.experts.replicas import Replicas
-from ds_hybridep.integration.build import PlannedLayer
-from ds_hybridep.integration.hot_experts import HotExperts
+from ds_hybridep.runtime.build import PlannedLayer
+from ds_hybridep.runtime.hot_experts import HotExperts
 from ds_hybridep.sync.dense import GroupSync
 from ds_hybridep.sync.gradients import StepChanges
 from ds_hybridep.sync.undelivered import Undelivered, UndeliveredGradients, collect, kept_back_in

@@ -10,13 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ds_hybridep.deepspeed import owned
+from ds_hybridep.deepspeed.patches import Patches
+from ds_hybridep.deepspeed.site_overlap import Departures
 from ds_hybridep.errors import CommunicationError
-from ds_hybridep.integration import owned
-from ds_hybridep.integration.log import log_dist
-from ds_hybridep.integration.patches import Patches
-from ds_hybridep.integration.site_epochs import Epochs
-from ds_hybridep.integration.site_overlap import Departures
 from ds_hybridep.kernels import Kernels
+from ds_hybridep.runtime.log import log_dist
+from ds_hybridep.runtime.site_epochs import Epochs
 from ds_hybridep.sites.exchange import DIGEST_BYTES, Counters, Crossing
 from ds_hybridep.sites.local_steps import LocalSteps
 from ds_hybridep.sites.member import Member

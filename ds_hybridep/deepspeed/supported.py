@@ -14,12 +14,12 @@ from torch import nn
 
 from ds_hybridep.config import AUTO, HybridEPConfig
 from ds_hybridep.config_codecs import IDENTITY, PATCH
+from ds_hybridep.deepspeed import dense
+from ds_hybridep.deepspeed.autoep import adapted_layers, is_autoep_layer
+from ds_hybridep.deepspeed.patches import misfits
 from ds_hybridep.errors import UnsupportedError
 from ds_hybridep.experts.layer_spec import LayerSpec
-from ds_hybridep.integration import dense
-from ds_hybridep.integration.autoep import adapted_layers, is_autoep_layer
-from ds_hybridep.integration.log import log_dist, warn_once
-from ds_hybridep.integration.patches import misfits
+from ds_hybridep.runtime.log import log_dist, warn_once
 from ds_hybridep.transport.job import backend_name
 
 TESTED_VERSIONS = ("0.19.4", "0.19.5", "0.19.6", "0.19.7", "0.19.8")

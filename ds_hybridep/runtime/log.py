@@ -14,17 +14,17 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from deepspeed.utils.logging import get_dist_msg
+from ds_hybridep.transport.job import is_initialized, own_rank
 
 _logger = logging.getLogger("ds_hybridep")
 
 
 def log_dist(message: str, ranks: Sequence[int], level: int = logging.INFO) -> None:
-    """Log on some ranks, [-1] for all, as DeepSpeed's function of this name does."""
+    """Log on some ranks, [-1] for all, as DeepSpeed's function of this name does; on all before the job is there."""
     _prepare()
-    said = get_dist_msg(message, ranks)
-    if said is not None:
-        _logger.log(level, said)
+    rank = own_rank() if is_initialized() else -1
+    if rank == -1 or rank in ranks or -1 in ranks:
+        _logger.log(level, f"[Rank {rank}] {message}")
 
 
 @cache  # once in a process

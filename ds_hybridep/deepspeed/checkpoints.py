@@ -7,11 +7,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from ds_hybridep.deepspeed import saving
+from ds_hybridep.deepspeed.attachment import Attachment
+from ds_hybridep.deepspeed.autoep import adapted_layers
 from ds_hybridep.errors import ConfigError
-from ds_hybridep.integration import saving, whole_checkpoints
-from ds_hybridep.integration.attachment import Attachment
-from ds_hybridep.integration.autoep import adapted_layers
-from ds_hybridep.integration.log import log_dist, warn_once, write_json
+from ds_hybridep.runtime import whole_checkpoints
+from ds_hybridep.runtime.log import log_dist, warn_once, write_json
 from ds_hybridep.transport.agreement import agree, announcing_failure, hear
 
 PLAN_FILE = "hybridep_plan.json"
@@ -41,7 +42,7 @@ def save(
         if attachment.sites is not None:
             attachment.sites.save(folder)
         if adapted := adapted_layers(attachment.layers):
-            from ds_hybridep.integration import adapters
+            from ds_hybridep.deepspeed import adapters
 
             adapters.save(adapted, folder, engine.global_steps)
         config = next(map(saving.adapter_config_of, saving.models_in(engine.module).values()), None)
@@ -108,7 +109,7 @@ def _load_weights(attachment: Attachment, original: Callable[..., Any], call: in
     engine, adapted = attachment.engine, adapted_layers(attachment.layers)
     loaded = original(*call.args, **call.kwargs)
     if loaded[0] is not None and adapted and not engine.load_universal_checkpoint():
-        from ds_hybridep.integration import adapters
+        from ds_hybridep.deepspeed import adapters
 
         adapters.load(adapted, Path(loaded[0]).parent)
         if call.arguments["load_module_only"] and hasattr(engine.optimizer, "refresh_fp32_params"):

@@ -14,15 +14,15 @@ from typing import Any
 
 from torch import nn
 
+from ds_hybridep.deepspeed.autoep import is_autoep_layer, plain_registry
 from ds_hybridep.errors import ConfigError, UnsupportedError
-from ds_hybridep.integration.autoep import is_autoep_layer, plain_registry
 
 _REPLACED = "_hybridep_replaced"  # of an engine that is being made
 
 
 def convert(original: Callable[..., Any], engine: Any, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """Replaces the engine's `_configure_expert_parallel`; returns what it returns."""
-    from ds_hybridep.integration import adapters  # here, because it needs modules of AutoEP
+    from ds_hybridep.deepspeed import adapters  # here, because it needs modules of AutoEP
 
     settings = engine._config.expert_parallel_config
     taken = adapters.take_off(model)

@@ -13,9 +13,9 @@ from typing import Any
 
 from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum as Kind
 
+from ds_hybridep.deepspeed.patches import ENGINE, Patches
 from ds_hybridep.experts.migration import MigrationManager
 from ds_hybridep.experts.replicas import kept_of
-from ds_hybridep.integration.patches import ENGINE, Patches
 
 
 def bind(patches: Patches, engine: Any, migration: Callable[[], MigrationManager]) -> None:

@@ -9,11 +9,11 @@ from typing import Any
 from torch import nn
 
 from ds_hybridep.config import HybridEPConfig
+from ds_hybridep.deepspeed import supported
+from ds_hybridep.deepspeed.attachment import attachment_of, the_one_of_a_site
+from ds_hybridep.deepspeed.start import checked_config
 from ds_hybridep.errors import ConfigError
-from ds_hybridep.integration import supported
-from ds_hybridep.integration.attachment import attachment_of, the_one_of_a_site
-from ds_hybridep.integration.log import log_dist
-from ds_hybridep.integration.start import checked_config
+from ds_hybridep.runtime.log import log_dist
 from ds_hybridep.sites.data import Site, read_site, site_of
 from ds_hybridep.transport.agreement import announcing_failure
 from ds_hybridep.transport.trace import record_trace

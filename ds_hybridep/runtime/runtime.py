@@ -18,19 +18,19 @@ from torch import Tensor, nn
 
 from ds_hybridep.adaptive.planner import JobPlanner
 from ds_hybridep.config import HybridEPConfig
+from ds_hybridep.deepspeed.dense import DENSE, DenseSync
+from ds_hybridep.deepspeed.patches import ENGINE, OPTIMIZER, ZERO_OPTIMIZER, Patches
+from ds_hybridep.deepspeed.sites import SiteSync
+from ds_hybridep.deepspeed.supported import check_optimizer
 from ds_hybridep.errors import GradientNotReturnedError, UnsupportedError
 from ds_hybridep.experts.migration import is_in_backward
 from ds_hybridep.experts.partitioned import full_shape
 from ds_hybridep.experts.verification import verify
-from ds_hybridep.integration.build import Builder, Facts, PlannedLayer, describe, encoding_of
-from ds_hybridep.integration.codec_state import CodecCheckpoint
-from ds_hybridep.integration.dense import DENSE, DenseSync
-from ds_hybridep.integration.hot_experts import HotExperts
-from ds_hybridep.integration.patches import ENGINE, OPTIMIZER, ZERO_OPTIMIZER, Patches
-from ds_hybridep.integration.sites import SiteSync
-from ds_hybridep.integration.statistics import RuntimeStatistics
-from ds_hybridep.integration.supported import check_optimizer
 from ds_hybridep.kernels import Kernels
+from ds_hybridep.runtime.build import Builder, Facts, PlannedLayer, describe, encoding_of
+from ds_hybridep.runtime.codec_state import CodecCheckpoint
+from ds_hybridep.runtime.hot_experts import HotExperts
+from ds_hybridep.runtime.statistics import RuntimeStatistics
 from ds_hybridep.sync.dense import GroupSync
 from ds_hybridep.sync.gradients import StepChanges
 from ds_hybridep.sync.messages import squared_norm

@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ds_hybridep.deepspeed.patches import TRANSFORMERS_OUTPUTS, Patches
 from ds_hybridep.errors import ConfigError, UnsupportedError
 from ds_hybridep.experts.layer_spec import LayerSpec
-from ds_hybridep.integration.patches import TRANSFORMERS_OUTPUTS, Patches
 from ds_hybridep.tokens.layer import HybridMoE
 from ds_hybridep.transport.job import group_ranks
 

@@ -14,8 +14,8 @@ from peft.tuners.lora.layer import LoraLayer
 from peft.tuners.tuners_utils import BaseTuner
 from torch import nn
 
+from ds_hybridep.deepspeed.patches import PEFT_MODEL, PEFT_TUNER, Patches
 from ds_hybridep.errors import UnsupportedError
-from ds_hybridep.integration.patches import PEFT_MODEL, PEFT_TUNER, Patches
 
 _MERGED = 'call ds_hybridep.save_pretrained(engine, DIR, form="merged"), which writes the merged model'
 _BEFORE = "do it before deepspeed.initialize"

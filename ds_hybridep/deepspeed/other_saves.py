@@ -25,12 +25,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ds_hybridep.errors import UnsupportedError
-from ds_hybridep.export.names import name_in_file
-from ds_hybridep.integration.attachment import attached
-from ds_hybridep.integration.autoep import adapted_layers, is_autoep_layer
-from ds_hybridep.integration.log import warn_once
-from ds_hybridep.integration.patches import (
+from ds_hybridep.deepspeed.attachment import attached
+from ds_hybridep.deepspeed.autoep import adapted_layers, is_autoep_layer
+from ds_hybridep.deepspeed.patches import (
     ACCELERATOR,
     ENGINE,
     MODULE,
@@ -41,7 +38,10 @@ from ds_hybridep.integration.patches import (
     Patches,
     find,
 )
-from ds_hybridep.integration.saving import models_in, save_pretrained, whole_state
+from ds_hybridep.deepspeed.saving import models_in, save_pretrained, whole_state
+from ds_hybridep.errors import UnsupportedError
+from ds_hybridep.export.names import name_in_file
+from ds_hybridep.runtime.log import warn_once
 from ds_hybridep.transport.agreement import hear
 from ds_hybridep.transport.job import longest_wait_s
 

@@ -23,11 +23,11 @@ from deepspeed.moe.ep_experts import GroupedExperts
 from deepspeed.utils import groups
 from torch import Tensor, nn
 
+from ds_hybridep.deepspeed.autoep import experts_of
 from ds_hybridep.errors import ConfigError, UnsupportedError
 from ds_hybridep.experts.partitioned import is_partitioned
 from ds_hybridep.export.adapters import by_expert, is_crossed
 from ds_hybridep.export.checkpoint import FACTOR_FILES
-from ds_hybridep.integration.autoep import experts_of
 
 # By parameter of Hugging Face: the weights of AutoEP that make up its rows, from first to last.
 PARTS = {"gate_up_proj": ("w1", "w3"), "down_proj": ("w2",)}
@@ -141,7 +141,7 @@ def put_on(model: nn.Module, taken: Mapping[str, list[Adapter]], sources: Any) -
         )
     if not taken:
         return
-    from ds_hybridep.integration.adapter_switch import AdapterSwitch, guard  # here, because it needs peft
+    from ds_hybridep.deepspeed.adapter_switch import AdapterSwitch, guard  # here, because it needs peft
 
     switches = []
     for name, adapters in taken.items():

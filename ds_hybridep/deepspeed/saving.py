@@ -16,17 +16,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ds_hybridep.deepspeed import conversion
+from ds_hybridep.deepspeed.autoep import experts_of, is_autoep_layer
+from ds_hybridep.deepspeed.classic import is_classic
+from ds_hybridep.deepspeed.patches import PEFT_MODEL, PRE_TRAINED, find
 from ds_hybridep.errors import ExportError, HybridEPError, UnsupportedError
 from ds_hybridep.experts.partitioned import is_partitioned
 from ds_hybridep.export import writing
 from ds_hybridep.export.base import Skeleton, without_weights
 from ds_hybridep.export.folder import shadow_of, whole_folder
 from ds_hybridep.export.stored import Parameter
-from ds_hybridep.integration import conversion
-from ds_hybridep.integration.autoep import experts_of, is_autoep_layer
-from ds_hybridep.integration.classic import is_classic
-from ds_hybridep.integration.log import log_dist
-from ds_hybridep.integration.patches import PEFT_MODEL, PRE_TRAINED, find
+from ds_hybridep.runtime.log import log_dist
 from ds_hybridep.transport.agreement import agree, hear
 from ds_hybridep.transport.job import gather_to_first, longest_wait_s, meet, own_rank
 

@@ -13,8 +13,8 @@ from typing import Any
 
 from torch import nn
 
-from ds_hybridep.integration.attachment import Attachment, attached
-from ds_hybridep.integration.patches import GENERATION, Patches
+from ds_hybridep.deepspeed.attachment import Attachment, attached
+from ds_hybridep.deepspeed.patches import GENERATION, Patches
 from ds_hybridep.transport.unequal import any_of
 
 AGREEMENT = "end of generate"

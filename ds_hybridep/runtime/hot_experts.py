@@ -18,11 +18,11 @@ from ds_hybridep.adaptive.rates import expert_params, measure_experts
 from ds_hybridep.config import AUTO, HybridEPConfig
 from ds_hybridep.experts.migration import LayerExperts
 from ds_hybridep.experts.replicas import parts_of_hot
-from ds_hybridep.integration.build import PlannedLayer
-from ds_hybridep.integration.log import warn_once
 from ds_hybridep.plan.costs import COMPACT_BYTES, ranks_below
 from ds_hybridep.plan.hot import ROWS_ONLY, HotCosts, choose_hot, rank_loads
 from ds_hybridep.plan.token_route import build_route
+from ds_hybridep.runtime.build import PlannedLayer
+from ds_hybridep.runtime.log import warn_once
 from ds_hybridep.sync.messages import MessageLayout, PacketPart
 from ds_hybridep.sync.undelivered import Undelivered, collect
 from ds_hybridep.tokens.layer import HeldExperts, HybridMoE

@@ -13,7 +13,7 @@ Those of the last one before an optimizer step are summed.  If that step does no
 from typing import Any
 
 from ds_hybridep.errors import UnsupportedError
-from ds_hybridep.integration.runtime import holds_averaged
+from ds_hybridep.runtime.runtime import holds_averaged
 
 
 def replaces_gradients(engine: Any, *, is_boundary: bool) -> bool:

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from ds_hybridep.errors import CommunicationError, SiteError
-from ds_hybridep.integration.log import log_dist
+from ds_hybridep.runtime.log import log_dist
 from ds_hybridep.sites.exchange import Counters, Crossing
 from ds_hybridep.sites.member import Member
 from ds_hybridep.sites.patience import Patience

@@ -12,8 +12,8 @@ from typing import Any
 
 from torch.utils import checkpoint as torch_checkpoint
 
+from ds_hybridep.deepspeed import patches
 from ds_hybridep.errors import UnsupportedError
-from ds_hybridep.integration import patches
 from ds_hybridep.tokens.layer import computing_layer
 
 _DEEPSPEED = patches.DEEPSPEED_CHECKPOINTING.partition(":")[0]

@@ -24,8 +24,8 @@ import torch
 from deepspeed.moe.utils import is_moe_param, split_params_into_different_moe_groups_for_optimizer
 from torch import Tensor
 
-from ds_hybridep.integration import conversion
-from ds_hybridep.integration.patches import ENGINE, Patches
+from ds_hybridep.deepspeed import conversion
+from ds_hybridep.deepspeed.patches import ENGINE, Patches
 
 Group = dict[str, Any]
 _OF_THE_GROUP = ("params", "name", "moe")  # what experts do not have in common with the group that they came from

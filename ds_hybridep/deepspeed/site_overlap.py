@@ -15,8 +15,8 @@ import torch
 from deepspeed.accelerator import get_accelerator
 from torch import Tensor
 
-from ds_hybridep.integration.owned import Owned
-from ds_hybridep.integration.patches import ZERO_OPTIMIZER, Patches
+from ds_hybridep.deepspeed.owned import Owned
+from ds_hybridep.deepspeed.patches import ZERO_OPTIMIZER, Patches
 from ds_hybridep.kernels import Kernels
 from ds_hybridep.plan.slots import Span
 from ds_hybridep.sites.exchange import Crossing
