@@ -163,5 +163,5 @@ def site(source: Any = None) -> Site:
     sites = attachment.runtime.config.sites
     if sites is None:
         raise ConfigError('this engine has no "sites" in its "hybridep" block; docs/sites.md shows one')
-    present = () if attachment.sites is None else tuple(attachment.sites.members)
+    present = () if attachment.sites is None else tuple(attachment.sites.epochs.members)
     return site_of(list(sites.names), sites.name, present)

@@ -22,23 +22,21 @@ from torch import nn
 
 from ds_hybridep.adaptive.planner import JobPlanner
 from ds_hybridep.config import HybridEPConfig
-from ds_hybridep.deepspeed.backward import replaces_gradients
 from ds_hybridep.deepspeed.dense import DenseSync
+from ds_hybridep.deepspeed.dropped_gradients import DroppedGradients, before_forward
+from ds_hybridep.deepspeed.optimizer_view import view_of
 from ds_hybridep.deepspeed.patches import ENGINE, MODULE, Patches
+from ds_hybridep.deepspeed.site_exchange import SiteExchange
 from ds_hybridep.deepspeed.sites import join_sites
 from ds_hybridep.errors import ConfigError
 from ds_hybridep.experts.migration import MigrationManager
-from ds_hybridep.kernels import load_kernels
-from ds_hybridep.runtime.build import Facts, plan_layer
+from ds_hybridep.runtime.build import Facts
 from ds_hybridep.runtime.log import log_dist, write_json
-from ds_hybridep.runtime.runtime import EngineStep, HybridRuntime, noticing
+from ds_hybridep.runtime.runtime import HybridRuntime, prepare_runtime
 from ds_hybridep.runtime.statistics import monitor_events, summarize
 from ds_hybridep.transport import watch
-from ds_hybridep.transport.agreement import agree, announcing_failure, together
-from ds_hybridep.transport.channels import Transport
-from ds_hybridep.transport.job import backends_of, longest_wait_s
+from ds_hybridep.transport.agreement import announcing_failure
 from ds_hybridep.transport.job_link import LinkSettings
-from ds_hybridep.version import __version__
 
 attached: weakref.WeakSet["Attachment"] = weakref.WeakSet()  # in this process
 _left_open: list[Callable[[], None]] = []  # closes connections of engines that were dropped
@@ -57,60 +55,36 @@ def _progress_of(attachment: "Attachment", engine: Any) -> watch.Look:
     return look
 
 
-def prepare_runtime(config: HybridEPConfig, facts: Facts) -> Callable[[], HybridRuntime]:
-    """Return the function that makes the runtime of a plan.  All ranks must call both, each at the same point.
-
-    All checks of settings, layers and ranks are made here, before anything is built.  If the function fails on one
-    rank, it raises AgreementError on all, and leaves nothing.
-
-    Raises:
-        PlanError: an expert-parallel group is not a regular part of the levels, or cannot be split into the domains.
-        AgreementError: ranks differ in config, layers or version, or a rank is missing.
-    """
-    with announcing_failure():
-        planned = [plan_layer(config, spec) for spec in facts.specs]
-        synchronised = facts.sync_groups(config)
-        device = facts.specs[0].sample.device
-        kernels = load_kernels(config.advanced.kernels, device, config.advanced.dispatch_sms)
-        backends = backends_of(config, device)
-        link = LinkSettings.of(config)
-        payload = {
-            "version": __version__,
-            "torch": torch.__version__,
-            "kernels": kernels.name,
-            "backends": list(backends),
-            "config": config.canonical(),
-            "layers": [layer.canonical() for layer in planned],
-            "synchronised": sorted(synchronised),
-        }
-    generation = agree(payload, config.timeout_s)
-
-    def build() -> HybridRuntime:
-        made = ExitStack()
-        with together(config.timeout_s, made.close):
-            wait_s = longest_wait_s(config.timeout_s)
-            transport = Transport(config.cluster(), wait_s, generation, backends, link=link)
-            made.callback(transport.close)
-            runtime = HybridRuntime(config, facts, transport, kernels, planned, synchronised)
-            made.callback(runtime.close)
-        return runtime
-
-    return build
-
-
-class Attachment(EngineStep):
+class Attachment:
     """One engine and its runtime; all ranks must make it.
 
     Raises AgreementError if a rank could not.  Then the planner is closed, and nothing is left.
 
-    engine: the attachment does not keep it alive.
+    Args:
+        engine: the attachment does not keep it alive.
+        layers: its MoE layers by name.
+        planner: chooses other settings while the job runs; None if the config gives them all.
+
+    The runtime, and `dense`, are those of the present plan.
     """
 
+    runtime: HybridRuntime
+
     def __init__(
-        self, engine: Any, config: HybridEPConfig, facts: Facts, layers: Mapping[str, Any], planner: JobPlanner | None
+        self,
+        engine: Any,
+        config: HybridEPConfig,
+        facts: Facts,
+        layers: Mapping[str, Any],
+        *,
+        planner: JobPlanner | None,
     ) -> None:
-        super().__init__(weakref.proxy(engine), layers, planner)
-        self.facts, self._plan_patches = facts, Patches()
+        self.engine, self.layers, self.planner, self.facts = weakref.proxy(engine), dict(layers), planner, facts
+        self.patches, self._plan_patches = Patches(), Patches()  # of the engine as long as it is attached; of a plan
+        self.dropped = DroppedGradients(self.engine, self.layers, lambda: self.runtime)
+        self.optimizer: Any = None  # of the engine, once it is there
+        self.dense: DenseSync | None = None  # None if DeepSpeed synchronises what several ranks hold
+        self.sites: SiteExchange | None = None  # once the optimizer is there
         self.last_report: dict[str, Any] | None = None
         self._watched = _progress_of(self, engine)
         while _left_open:
@@ -136,7 +110,12 @@ class Attachment(EngineStep):
         if self.runtime.config.sites is not None and self.sites is None:
             runtime = self.runtime
             self.sites = join_sites(
-                self.engine, runtime.config, self.facts, runtime.kernels, self.patches, lambda: self.runtime.refresh()
+                self.engine,
+                runtime.config,
+                self.facts,
+                runtime.kernels,
+                patches=self.patches,
+                refresh=lambda: self.runtime.refresh(),
             )
 
     def unbind(self, *, has_failed: bool = False) -> None:
@@ -174,7 +153,7 @@ class Attachment(EngineStep):
         """Connect engine and layers to the runtime of the present plan."""
         patches, runtime = Patches(), self.runtime
         self._plan_patches = patches
-        begin = partial(runtime.changes.before_backward, self._undo_replaced)
+        begin = partial(runtime.changes.before_backward, self._before_backward)
         patches.wrap(ENGINE, "_backward_prologue_per_tensor", self.engine, begin)
         for name, hybrid in runtime.layers.items():
             patches.put(MODULE, "_hybridep", self.layers[name], hybrid)
@@ -184,7 +163,7 @@ class Attachment(EngineStep):
             for module in modules:
                 handle = module.register_load_state_dict_post_hook(hook)
                 patches.note(MODULE, "load_state_dict_post_hook", handle.remove)
-            notice = self.engine.module.register_forward_pre_hook(torch.compiler.disable(noticing(self)))
+            notice = self.engine.module.register_forward_pre_hook(torch.compiler.disable(before_forward(self.dropped)))
             patches.note(MODULE, "forward_pre_hook", notice.remove)
         self.dense = None
         if runtime.syncs:
@@ -192,9 +171,8 @@ class Attachment(EngineStep):
             runtime.shared_parameters = self.dense.shared_parameters
             self.dense.watch(self.optimizer)
 
-    def _undo_replaced(self) -> None:
-        if replaces_gradients(self.engine, is_boundary=self.facts.is_boundary()):
-            self.runtime.undo_gradients()
+    def _before_backward(self) -> None:
+        self.dropped.before_backward(is_boundary=self.facts.is_boundary())
 
     def switch(self, config: HybridEPConfig, reason: str) -> None:
         """Switch to other settings; all ranks must call, between two optimizer steps.
@@ -220,7 +198,7 @@ class Attachment(EngineStep):
     def ship_partitioned(self) -> None:
         """Under ZeRO-3, ship weights now: in a forward, ZeRO-3 prefetches the parameters that it expects next."""
         migration = self.runtime.migration
-        if self.engine.zero_optimization_stage() == 3 and migration.is_stale:
+        if view_of(self.engine).partitions_parameters and migration.is_stale:
             migration.refresh()
 
     def coupled_ranks(self) -> tuple[int, ...]:
@@ -229,7 +207,7 @@ class Attachment(EngineStep):
         Weights that no forward has shipped yet need all ranks once.
         """
         layers = self.runtime.layers  # the others leave tokens to DeepSpeed
-        if self.engine.zero_optimization_stage() == 3:
+        if view_of(self.engine).partitions_parameters:
             return tuple(range(self.runtime.transport.world_size))
         groups = [
             set(spec.group_ranks)

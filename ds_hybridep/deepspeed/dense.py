@@ -19,23 +19,18 @@ from torch import Tensor
 
 from ds_hybridep.config import HybridEPConfig
 from ds_hybridep.deepspeed.norms import GradientNorms
+from ds_hybridep.deepspeed.optimizer_view import FlatGroup, OptimizerView, Zero12View, view_of
 from ds_hybridep.deepspeed.patches import BF16_MODULE, ENGINE, ZERO_MODULE, ZERO_OPTIMIZER, Patches
 from ds_hybridep.errors import PlanError
 from ds_hybridep.experts.layer_spec import LayerSpec
 from ds_hybridep.plan.partition import Partition
 from ds_hybridep.plan.slots import Span, cut, whole
+from ds_hybridep.runtime.build import DENSE
 from ds_hybridep.runtime.log import log_dist
 from ds_hybridep.sync.dense import GroupSync
 from ds_hybridep.transport.job import group_ranks
 
-DENSE = "dense parameters"
 EXPERTS = "experts of "
-
-# By kind of optimizer, the attributes that hold flat parameters, their partitions, and the parameters in their order.
-FLATS = (
-    ("bit16_groups_flat", "parallel_partitioned_bit16_groups", "round_robin_bit16_groups"),
-    ("bf16_groups_flat", "bf16_partitioned_groups", "bf16_groups"),  # of BF16_Optimizer
-)
 
 
 def why_unsupported(engine: Any) -> str:
@@ -43,7 +38,7 @@ def why_unsupported(engine: Any) -> str:
     zero, is_partitioned = engine._config.zero_config, engine.zero_optimization()
     is_sparse = any(getattr(module, "sparse", False) is True for module in engine.module.modules())
     reasons = {
-        "ZeRO stage 3; use stage 0, 1 or 2": engine.zero_optimization_stage() == 3,
+        "ZeRO stage 3; use stage 0, 1 or 2": view_of(engine).partitions_parameters,
         "gradient_predivide_factor; leave it at 1": engine.gradient_predivide_factor() != 1.0,
         "parameters with sparse gradients (torch.nn.Embedding(sparse=True)); build them with sparse=False": is_sparse,
     }
@@ -106,7 +101,7 @@ class DenseSync:
         self._syncs = {_process_group(engine, name): sync for name, sync in syncs.items()}
         self._dense = syncs[DENSE]
         self._optimizer: Any = None  # one that partitions its state
-        self._flats = FLATS[0]
+        self._view: OptimizerView = view_of(engine)  # of it
         self._spans: list[list[Span]] = []  # of flat parameters, by parameter group
         self._before: dict[int, Tensor] = {}  # own partitions before this step, by parameter group
         self._is_stepping = False
@@ -121,21 +116,20 @@ class DenseSync:
 
     def watch(self, optimizer: Any) -> None:
         """Take over the sums and gathers of an optimizer that partitions its state (ZeRO 1 and 2); ignore others."""
-        if optimizer is self._optimizer or not hasattr(optimizer, "real_dp_process_group"):
+        view = view_of(self._engine)
+        if optimizer is self._optimizer or view.flats is None:
             return
-        self._optimizer = optimizer
-        self._flats = next(names for names in FLATS if hasattr(optimizer, names[0]))
-        flats, members = (getattr(optimizer, name) for name in self._flats[::2])
+        self._optimizer, self._view = optimizer, view
         self._spans = [
-            _padded([self._span(parameter) for parameter in group], flat.numel())
-            for flat, group in zip(flats, members, strict=True)
+            _padded([self._span(parameter) for parameter in group.parameters], group.flat.numel())
+            for group in view.flat_groups()
         ]
         _watching.add(self)
         for module in (ZERO_MODULE, BF16_MODULE):
             self._patches.share(module, "all_gather_dp_groups", _gather_by_level)
-        if hasattr(optimizer, "fp32_groups_gradients_flat"):  # BF16_Optimizer: the engine sums these
-            for flat, spans in zip(optimizer.fp32_groups_gradients_flat, self._spans, strict=True):
-                flat.hybridep = _Label(spans)
+        for flat, spans in zip(view.flat_gradients, self._spans, strict=False):  # not all optimizers have them
+            flat.hybridep = _Label(spans)
+        if not isinstance(view, Zero12View):  # the engine sums those of BF16_Optimizer
             return
         self._sums_are("owners", is_mean=True)  # it divides before it sums, whatever the engine does
         for name, replacement in (
@@ -144,7 +138,7 @@ class DenseSync:
             ("allreduce_bucket", self._sum_for_owners),
         ):
             self._patches.wrap(ZERO_OPTIMIZER, name, optimizer, replacement)
-        self._norms = GradientNorms(optimizer, self._dense, self._patches)
+        self._norms = GradientNorms(view, self._dense, self._patches)
 
     def _sums_are(self, sums_for: str, *, is_mean: bool) -> None:
         for sync in self._syncs.values():
@@ -163,14 +157,14 @@ class DenseSync:
         """
         self._is_stepping, self._gathers = True, []
 
-    def commit(self) -> None:
+    def before_change(self) -> None:
         """Copy this rank's partitions, which all ranks hold, right before the optimizer changes them."""
-        for at, (_, own, sync) in enumerate(self._flat_groups()):
+        for index, (group, sync) in enumerate(self._flat_groups()):
             if sync is not None and sync.encodes_parameters:
-                self._before[at] = own.detach().reshape(-1).clone()
+                self._before[index] = group.own.detach().reshape(-1).clone()
 
     def after_step(self) -> None:
-        """Drop the copies of `commit`.  Outside a step nobody knows what other ranks hold: gathers are exact."""
+        """Drop the copies.  Outside a step nobody knows what other ranks hold, and gathers are exact."""
         self._is_stepping = False
         self._before.clear()
         if self._norms is not None:
@@ -274,17 +268,17 @@ class DenseSync:
 
     def gathers(self, groups_flat: Any) -> bool:
         """Return True if these flat parameters are those of this engine's optimizer."""
-        return self._patches.is_on and groups_flat is getattr(self._optimizer, self._flats[0], None)
+        return self._patches.is_on and self._optimizer is not None and groups_flat is self._view.flats
 
-    def gather(self, at: int) -> bool:
+    def gather(self, index: int) -> bool:
         """Bring the updated partitions of a parameter group to all ranks; False if DeepSpeed is to do it.
 
         In a step this starts the gather; `finish_gathers` waits for it.
         """
-        flat, own, sync = self._flat_groups()[at]
+        group, sync = self._flat_groups()[index]
         if sync is None:
             return False
-        finish = sync.start_all_gather(flat, own, self._before.pop(at, None), self._spans[at])
+        finish = sync.start_all_gather(group.flat, group.own, self._before.pop(index, None), self._spans[index])
         if self._is_stepping:
             self._gathers.append((sync, finish))
         else:
@@ -293,17 +287,13 @@ class DenseSync:
 
     def shared_parameters(self, name: str) -> list[Tensor]:
         """Return the flat parameters that the optimizer gathers over the group of this name."""
-        return [flat for flat, _, sync in self._flat_groups() if sync is not None and sync.name == name]
+        return [group.flat for group, sync in self._flat_groups() if sync is not None and sync.name == name]
 
-    def _flat_groups(self) -> list[tuple[Tensor, Tensor, GroupSync | None]]:
-        """Return by parameter group: flat parameters, this rank's partition, who gathers them (None: DeepSpeed)."""
+    def _flat_groups(self) -> list[tuple[FlatGroup, GroupSync | None]]:
+        """Return the optimizer's parameter groups, each with who gathers it (None: DeepSpeed)."""
         if self._optimizer is None:
             return []
-        columns = [getattr(self._optimizer, name) for name in (*self._flats[:2], "real_dp_process_group")]
-        return [
-            (flat, partitions[group.rank()], self._syncs.get(group))
-            for flat, partitions, group in zip(*columns, strict=True)
-        ]
+        return [(group, self._syncs.get(group.group)) for group in self._view.flat_groups()]
 
     # -- names --------------------------------------------------------------------------------------------------------
 
@@ -325,8 +315,8 @@ def _gather_by_level(original: Callable[..., Any]) -> Callable[..., None]:
         if ours is None:
             original(*columns, *args, **kwargs)
             return
-        for at, row in enumerate(zip(*columns, strict=True)):
-            if not ours.gather(at):
+        for index, row in enumerate(zip(*columns, strict=True)):
+            if not ours.gather(index):
                 original(*([one] for one in row), *args, **kwargs)
 
     return all_gather_dp_groups

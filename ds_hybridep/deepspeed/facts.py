@@ -10,17 +10,17 @@ from functools import partial
 from typing import Any
 
 from deepspeed.moe.sharded_moe import MOELayer
-from torch import Tensor, nn
+from torch import nn
 
 from ds_hybridep.adaptive.rates import expert_params
 from ds_hybridep.deepspeed import autoep, classic, dense
+from ds_hybridep.deepspeed.optimizer_view import view_of
 from ds_hybridep.errors import UnsupportedError
 from ds_hybridep.experts.layer_spec import LayerSpec
 from ds_hybridep.experts.slots import lay_out
 from ds_hybridep.plan.codec_costs import DEFAULT_LEARNING_RATE
 from ds_hybridep.plan.workload import MoEModel, Workload
 from ds_hybridep.runtime.build import Facts
-from ds_hybridep.runtime.runtime import is_boundary_of, loss_scale_of
 
 
 def facts_of(engine: Any, layers: Mapping[str, Any]) -> Facts:
@@ -32,11 +32,11 @@ def facts_of(engine: Any, layers: Mapping[str, Any]) -> Facts:
     )
     return Facts(
         specs,
-        is_boundary=partial(is_boundary_of, weak),
+        is_boundary=partial(_is_boundary, weak),
         sync_groups=partial(dense.groups_of, weak, specs),
         parameters=lambda: weak.module.named_parameters(),
-        master_of=_master_of,
-        loss_scale=partial(loss_scale_of, weak),
+        master_of=lambda parameter: view_of(weak).master_of(parameter),
+        loss_scale=lambda: view_of(weak).loss_scale,
         sum_dtype=engine._config.communication_data_type,  # None unless ds_config has it
     )
 
@@ -100,19 +100,12 @@ def workload_of(engine: Any, layers: Mapping[str, Any], specs: Sequence[LayerSpe
     )
 
 
-def _master_of(parameter: Any) -> Tensor | None:
-    """Return the fp32 copy that DeepSpeed's optimizer updates, on the parameter's device.
+def _is_boundary(engine: Any) -> bool:
+    """Return True if the running backward, inside which it is called, is the last before the optimizer step.
 
-    None if this rank has only a part of it, or none.
+    Without managed accumulation nobody knows, so every backward returns gradients.  Under no_sync the caller says that
+    more backwards will follow.
     """
-    stage3 = getattr(parameter, "_z3_optimizer", None)
-    if stage3 is not None and parameter.requires_grad:
-        is_whole = parameter.partition_numel() == parameter.ds_numel
-        master: Tensor | None = stage3.get_local_fp32_param(parameter) if is_whole else None
-        return master
-    mapping = getattr(parameter, "_hp_mapping", None)
-    if mapping is None or mapping.lp_fragment_address.numel != parameter.numel():
-        return None
-    fragment: Tensor = mapping.hp_fragment
-    # With optimizer offload it is on the host.  It changes next in a step that waits for what is made of it now.
-    return fragment.to(parameter.device, non_blocking=True)
+    if engine.inside_no_sync_ctxt:
+        return False
+    return bool(not engine.managed_gradient_accumulation() or engine.is_gradient_accumulation_boundary())

@@ -5,12 +5,13 @@ DeepSpeed asks for them one by one, over all ranks: a maximum to learn whether g
 each parameter group, then means over the copies of experts.  Here the first question brings the answers to all.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ds_hybridep.deepspeed.optimizer_view import Zero12View
 from ds_hybridep.deepspeed.patches import ZERO_OPTIMIZER, Patches
 from ds_hybridep.sync.dense import GroupSync
 
@@ -18,8 +19,8 @@ from ds_hybridep.sync.dense import GroupSync
 class GradientNorms:
     """Answers what an optimizer of ZeRO 1 or 2 asks about the averaged gradients.  group: all ranks."""
 
-    def __init__(self, optimizer: Any, group: GroupSync, patches: Patches) -> None:
-        self._optimizer, self._group = optimizer, group
+    def __init__(self, view: Zero12View, group: GroupSync, patches: Patches) -> None:
+        self._view, self._optimizer, self._group = view, view.optimizer, group
         self._squares: Tensor | None = None  # of norms over all ranks, by parameter group, until they are asked for
         for name, replacement in (
             ("has_overflow", self._has_overflow),
@@ -28,7 +29,7 @@ class GradientNorms:
             ("complete_grad_norm_calculation_for_cpu_offload", self._norm_on_host),
             ("_average_expert_grad_norms", self._average),
         ):
-            patches.wrap(ZERO_OPTIMIZER, name, optimizer, replacement)
+            patches.wrap(ZERO_OPTIMIZER, name, self._optimizer, replacement)
 
     def forget(self) -> None:
         """Call after a step: after an overflow, nobody has asked for norms."""
@@ -36,13 +37,7 @@ class GradientNorms:
 
     def _has_overflow(self, _original: Callable[..., Any], *_args: Any, **_kwargs: Any) -> bool:
         """Return True if a gradient is inf or nan on any rank."""
-        optimizer = self._optimizer
-        if optimizer.cpu_offload:  # DeepSpeed has noted a flag and norms while it copied gradients to the host
-            flag = torch.tensor(float(optimizer.local_overflow), dtype=torch.double)
-            squares = [self._noted_square(parameters) for parameters in optimizer.params_in_partition]
-        else:
-            flag = optimizer.has_overflow_partitioned_grads_serial().reshape(()).double()
-            squares = [_square(optimizer.averaged_gradients[at]) for at in range(len(optimizer.bit16_groups))]
+        flag, squares = self._view.local_squares()
         numbers = torch.stack([flag, *(square.to(flag) for square in squares)]).cpu()
         found = self._group.reduce_numbers(numbers, is_max=torch.arange(len(numbers)) == 0)
         self._squares = found[1:].float()
@@ -72,13 +67,6 @@ class GradientNorms:
         norm = self._squares[at].to(self._optimizer.device).pow(0.5)
         return norm.where(norm.isfinite(), -1.0)
 
-    def _noted_square(self, parameters: Sequence[Any]) -> Tensor:
-        """Return the squared norm of gradients of `parameters` that went to the host; some may have none."""
-        noted = self._optimizer.norm_for_param_grads
-        ids = map(self._optimizer.get_param_id, parameters)
-        norms = [noted[param_id].double() for param_id in ids if param_id in noted]
-        return torch.stack(norms).square().sum().float() if norms else torch.zeros(())
-
     @property
     def _has_muon(self) -> bool:
         """True if gradients on the host change after DeepSpeed has asked for the flag."""
@@ -86,10 +74,3 @@ class GradientNorms:
 
     def _average(self, _original: Callable[..., Any], _norms: Any) -> None:
         """Do nothing: all ranks have the same norms of experts."""
-
-
-def _square(gradients: Sequence[Tensor | None]) -> Tensor:
-    """Return the squared norm of one parameter group's gradients on this rank, fp32."""
-    found = [one for one in gradients if one is not None and not getattr(one, "_zero_padding", False)]
-    norms = [torch.linalg.vector_norm(one.detach().double()) for one in found]
-    return torch.stack(norms).square().sum().float() if norms else torch.zeros(())

@@ -25,6 +25,7 @@ from deepspeed.moe.utils import is_moe_param, split_params_into_different_moe_gr
 from torch import Tensor
 
 from ds_hybridep.deepspeed import conversion
+from ds_hybridep.deepspeed.optimizer_view import view_of
 from ds_hybridep.deepspeed.patches import ENGINE, Patches
 
 Group = dict[str, Any]
@@ -60,7 +61,7 @@ def _wrap_optimizer(engine: Any, original: Callable[..., Any], optimizer: Any = 
         return original(optimizer, *args)
     trained = [p for group in groups for p in group["params"] if is_moe_param(p) and p.requires_grad]
     # ZeRO-3 splits groups itself.
-    if trained and engine.zero_optimization_stage() < 3:
+    if trained and not view_of(engine).partitions_parameters:
         optimizer = engine.basic_optimizer = with_experts_apart(optimizer)
     with _unaware_of_experts(engine, when=not trained):
         return original(optimizer, *args)
@@ -70,7 +71,7 @@ def _wrap_optimizer(engine: Any, original: Callable[..., Any], optimizer: Any = 
 def _unaware_of_experts(engine: Any, *, when: bool) -> Iterator[None]:
     before = engine.has_moe_layers
     # ZeRO-3 asks for no marks, and must know experts in order to place them.
-    engine.has_moe_layers = before and not (when and engine.zero_optimization_stage() < 3)
+    engine.has_moe_layers = before and not (when and not view_of(engine).partitions_parameters)
     try:
         yield
     finally:

@@ -15,7 +15,7 @@ import torch
 from deepspeed.accelerator import get_accelerator
 from torch import Tensor
 
-from ds_hybridep.deepspeed.owned import Owned
+from ds_hybridep.deepspeed.optimizer_view import Zero12View
 from ds_hybridep.deepspeed.patches import ZERO_OPTIMIZER, Patches
 from ds_hybridep.kernels import Kernels
 from ds_hybridep.plan.slots import Span
@@ -35,33 +35,34 @@ class Departed:
 class Departures:
     """The packets that have departed in the running step.
 
-    Args:
-        kernels: for checksums.
-        crossing: returns the connections that the next exchange will use; None if that is not known yet.
-        is_last: returns True in the last backward before the optimizer step.
-        loss_scale: returns the factor of gradients.
+    kernels: for checksums.
     """
 
-    def __init__(
-        self, owned: Owned, packets: Packets, kernels: Kernels, crossing: Callable[[], Crossing | None],
-        is_last: Callable[[], bool], loss_scale: Callable[[], float],
-    ) -> None:  # fmt: skip
-        self._owned, self._packets, self._kernels = owned, packets, kernels
-        self._crossing, self._is_last, self._loss_scale = crossing, is_last, loss_scale
+    def __init__(self, packets: Packets, kernels: Kernels) -> None:
+        self._packets, self._kernels = packets, kernels
         self.departed: dict[int, Departed] = {}  # by the index of the leaf
         self._leaves: list[tuple[tuple[Span, ...], bool]] = []  # of the last exchange: spans, is_expert
         self._sizes: list[int] = []  # bytes of their packets
         self._place: dict[str, int] = {}  # the leaf of each parameter
         self._reduced: list[dict[str, tuple[int, Any]]] = []  # by leaf: parameter group and parameter, by name
 
-    def watch(self, optimizer: Any, patches: Patches) -> None:
-        """Look at each bucket that the optimizer reduces."""
+    def watch(
+        self, view: Zero12View, patches: Patches, *, crossing: Callable[[], Crossing | None],
+        is_last: Callable[[], bool],
+    ) -> None:  # fmt: skip
+        """Look at each bucket that the optimizer reduces.
+
+        patches: of the engine.
+        crossing: returns the connections that the next exchange will use; None if that is not known yet.
+        is_last: returns True in the last backward before the optimizer step.
+        """
+        optimizer = view.optimizer
 
         def reduce(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             places = [one for bucket in optimizer.ipg_buckets.values() for one in bucket.params]
             result = original(*args, **kwargs)
-            if self._leaves and self._is_last() and (crossing := self._crossing()) is not None:
-                self._note([one for one in places if optimizer.params_already_reduced[one[2]]], optimizer, crossing)
+            if self._leaves and is_last() and (connections := crossing()) is not None:
+                self._note([one for one in places if optimizer.params_already_reduced[one[2]]], view, connections)
             return result
 
         patches.wrap(ZERO_OPTIMIZER, "reduce_ipg_grads", optimizer, reduce)
@@ -86,22 +87,23 @@ class Departures:
             for index, one in self.departed.items()
         )
 
-    def _note(self, places: Sequence[tuple[int, int, int]], optimizer: Any, crossing: Crossing) -> None:
-        for group, at, _ in places:
-            parameter = optimizer.bit16_groups[group][at]
-            name = self._owned.name_of(parameter)
+    def _note(self, places: Sequence[tuple[int, int, int]], view: Zero12View, crossing: Crossing) -> None:
+        for group, member, _ in places:
+            parameter = view.optimizer.bit16_groups[group][member]
+            name = view.names[id(parameter)]
             if (index := self._place.get(name)) is None or index in self.departed:
                 continue
             self._reduced[index][name] = group, parameter
             if len(self._reduced[index]) == len(self._leaves[index][0]):
-                self._depart(index, optimizer, crossing)
+                self._depart(index, view, crossing)
 
-    def _depart(self, index: int, optimizer: Any, crossing: Crossing) -> None:
+    def _depart(self, index: int, view: Zero12View, crossing: Crossing) -> None:
+        optimizer = view.optimizer
         if optimizer.overlap_comm and not get_accelerator().resolves_data_dependency():
             get_accelerator().current_stream().wait_stream(optimizer.reduction_stream)
         spans, is_expert = self._leaves[index]
-        tensors = tuple(self._owned.reduced(*self._reduced[index][span.name], span) for span in spans)
-        scale = self._loss_scale()
+        tensors = tuple(view.reduced(*self._reduced[index][span.name], span) for span in spans)
+        scale = view.loss_scale
         packet = self._packets.encode(OwnedSlice(spans, tensors, is_expert), scale)
         self.departed[index] = Departed(packet, scale, self._bit_sums(tensors))
         crossing.begin(self._sizes)

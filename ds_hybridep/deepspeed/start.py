@@ -25,6 +25,7 @@ from ds_hybridep.deepspeed import (
     offloading,
     other_saves,
     param_groups,
+    step,
     supported,
 )
 from ds_hybridep.deepspeed.attachment import Attachment, attached, attachment_of
@@ -76,7 +77,7 @@ def attach(engine: Any, config: Mapping[str, Any] | HybridEPConfig | None = None
         planner = JobPlanner(checked, facts.specs, workload, micro_steps=lambda: weak.gradient_accumulation_steps())
         log_dist(planner.describe(), ranks=[0])
         checked = planner.start_config
-    attachment = Attachment(engine, checked, facts, layers, planner)
+    attachment = Attachment(engine, checked, facts, layers, planner=planner)
     try:
         _bind_engine(attachment)
         attachment.bind_plan()
@@ -175,7 +176,7 @@ def _bind_engine(attachment: Attachment) -> None:
             patches.wrap(ENGINE, "load_module_state_dict", engine, load)
     other_saves.bind(patches, engine)
     patches.share(MODULE, "zero_grad", _wrap_zero_grad_of_module)
-    attachment.bind_step()
+    step.bind(attachment)
 
 
 def _destroy(attachment: Attachment, original: Callable[..., Any]) -> None:
@@ -221,9 +222,9 @@ def _wrap_zero_grad_of_module(original: Callable[..., Any]) -> Callable[..., Non
         attachments = list(attached)
         cleared = {id(parameter) for parameter in module.parameters()} if attachments else set()
         for attachment in attachments:
-            owned = attachment.owned_in_grad()
+            owned = attachment.dropped.in_grad()
             if owned and all(id(parameter) in cleared for parameter in owned):
-                attachment.clear_gradients()
+                attachment.dropped.clear()
 
     return zero_grad
 
@@ -251,7 +252,7 @@ def configure_expert_parallel(
 def finish_start(engine: nn.Module) -> None:
     """The engine is made, and its optimizer: connect that, and join the other sites if there are any."""
     attachment = attachment_of(engine)
-    attachment.watch_optimizer()
+    step.bind_optimizer(attachment)
     attachment.join_sites()
 
 

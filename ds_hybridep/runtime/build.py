@@ -29,6 +29,8 @@ from ds_hybridep.tokens.exchange import Exchange, build_exchanges
 from ds_hybridep.tokens.layer import HeldExperts, HybridMoE
 from ds_hybridep.transport.channels import Transport
 
+DENSE = "dense parameters"  # name of the group of ranks that hold what all ranks do
+
 # If "token_exchange" is "auto", the exchange is chosen for this number of tokens per rank.  Only the ratio of bytes to
 # latency depends on it.
 TYPICAL_NUM_TOKENS = 4096

@@ -1,14 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The runtime of one engine under one plan, and the engine's optimizer step, which calls it.
-
-HybridRuntime    channels, layers, migration and counters of one plan
-EngineStep       what `engine.step()` and `zero_grad` do around DeepSpeed's own
-"""
+"""Everything that one engine has under one plan; `prepare_runtime` makes it on all ranks together."""
 
 import math
 import time
-import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
@@ -16,18 +12,12 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from ds_hybridep.adaptive.planner import JobPlanner
 from ds_hybridep.config import HybridEPConfig
-from ds_hybridep.deepspeed.dense import DENSE, DenseSync
-from ds_hybridep.deepspeed.patches import ENGINE, OPTIMIZER, ZERO_OPTIMIZER, Patches
-from ds_hybridep.deepspeed.sites import SiteSync
-from ds_hybridep.deepspeed.supported import check_optimizer
-from ds_hybridep.errors import GradientNotReturnedError, UnsupportedError
-from ds_hybridep.experts.migration import is_in_backward
+from ds_hybridep.errors import GradientNotReturnedError
 from ds_hybridep.experts.partitioned import full_shape
 from ds_hybridep.experts.verification import verify
-from ds_hybridep.kernels import Kernels
-from ds_hybridep.runtime.build import Builder, Facts, PlannedLayer, describe, encoding_of
+from ds_hybridep.kernels import Kernels, load_kernels
+from ds_hybridep.runtime.build import DENSE, Builder, Facts, PlannedLayer, describe, encoding_of, plan_layer
 from ds_hybridep.runtime.codec_state import CodecCheckpoint
 from ds_hybridep.runtime.hot_experts import HotExperts
 from ds_hybridep.runtime.statistics import RuntimeStatistics
@@ -36,7 +26,52 @@ from ds_hybridep.sync.gradients import StepChanges
 from ds_hybridep.sync.messages import squared_norm
 from ds_hybridep.sync.undelivered import GradientTarget, Undelivered, UndeliveredGradients
 from ds_hybridep.tokens.layer import LayerStats
+from ds_hybridep.transport.agreement import agree, announcing_failure, together
 from ds_hybridep.transport.channels import Transport
+from ds_hybridep.transport.job import backends_of, longest_wait_s
+from ds_hybridep.transport.job_link import LinkSettings
+from ds_hybridep.version import __version__
+
+
+def prepare_runtime(config: HybridEPConfig, facts: Facts) -> Callable[[], "HybridRuntime"]:
+    """Return the function that makes the runtime of a plan.  All ranks must call both, each at the same point.
+
+    All checks of settings, layers and ranks are made here, before anything is built.  If the function fails on one
+    rank, it raises AgreementError on all, and leaves nothing.
+
+    Raises:
+        PlanError: an expert-parallel group is not a regular part of the levels, or cannot be split into the domains.
+        AgreementError: ranks differ in config, layers or version, or a rank is missing.
+    """
+    with announcing_failure():
+        planned = [plan_layer(config, spec) for spec in facts.specs]
+        synchronised = facts.sync_groups(config)
+        device = facts.specs[0].sample.device
+        kernels = load_kernels(config.advanced.kernels, device, config.advanced.dispatch_sms)
+        backends = backends_of(config, device)
+        link = LinkSettings.of(config)
+        payload = {
+            "version": __version__,
+            "torch": torch.__version__,
+            "kernels": kernels.name,
+            "backends": list(backends),
+            "config": config.canonical(),
+            "layers": [layer.canonical() for layer in planned],
+            "synchronised": sorted(synchronised),
+        }
+    generation = agree(payload, config.timeout_s)
+
+    def build() -> HybridRuntime:
+        made = ExitStack()
+        with together(config.timeout_s, made.close):
+            wait_s = longest_wait_s(config.timeout_s)
+            transport = Transport(config.cluster(), wait_s, generation, backends, link=link)
+            made.callback(transport.close)
+            runtime = HybridRuntime(config, facts, transport, kernels, planned=planned, sync_groups=synchronised)
+            made.callback(runtime.close)
+        return runtime
+
+    return build
 
 
 class HybridRuntime:
@@ -48,6 +83,7 @@ class HybridRuntime:
         facts: Facts,
         transport: Transport,
         kernels: Kernels,
+        *,
         planned: Sequence[PlannedLayer],
         sync_groups: Mapping[str, tuple[int, ...]],
     ) -> None:
@@ -248,172 +284,3 @@ def _targets(
     }
     named = set(found.values())
     return found | {f"{one.name} {one.start}": one for one in targets if one not in named}
-
-
-class EngineStep:
-    """What `engine.step()` and `zero_grad` do around DeepSpeed's own while an engine is attached.
-
-    engine: a weak reference.
-    layers: its MoE layers by name.
-    planner: chooses other settings while the job runs; None if the config gives them all.
-    """
-
-    runtime: HybridRuntime
-    publish: Callable[[dict[str, Any]], None]
-    switch: Callable[[HybridEPConfig, str], None]
-
-    def __init__(self, engine: Any, layers: Mapping[str, Any], planner: JobPlanner | None) -> None:
-        self.engine, self.layers, self.planner = engine, dict(layers), planner
-        self.dense: DenseSync | None = None
-        self.sites: SiteSync | None = None  # once the engine is made
-        self.patches = Patches()
-        self.optimizer: Any = None  # of the engine, once it is there
-
-    def bind_step(self) -> None:
-        """Change the engine's step and all that forgets gradients."""
-        for method, replacement in (
-            ("_take_model_step", self._take_step),
-            ("zero_grad", partial(self._zero_grad, by_optimizer=False)),
-        ):
-            self.patches.wrap(ENGINE, method, self.engine, replacement)
-        self.watch_optimizer()
-
-    def watch_optimizer(self) -> None:
-        """Connect the optimizer once it exists: DeepSpeed makes it after an engine with the block is attached."""
-        optimizer = getattr(self.engine, "optimizer", None)
-        if self.optimizer is not None or not hasattr(optimizer, "zero_grad"):
-            return
-        check_optimizer(self.engine)
-        self.optimizer = optimizer
-        self.patches.wrap(ZERO_OPTIMIZER, "zero_grad", optimizer, partial(self._zero_grad, by_optimizer=True))
-        if isinstance(base := self.engine.basic_optimizer, torch.optim.Optimizer):
-            known = weakref.ref(self)  # a user's optimizer may outlive the engine
-
-            def commit(*_: Any) -> None:
-                if (step := known()) is not None and step.runtime.commit() and step.dense is not None:
-                    step.dense.commit()
-
-            self.patches.note(OPTIMIZER, "step_pre_hook", base.register_step_pre_hook(commit).remove)
-        if self.dense is not None:
-            self.dense.watch(optimizer)
-
-    def _refuse_other_forwards(self) -> None:
-        """Raise UnsupportedError if a layer has run, but nothing of it here.  A layer that is left out may be."""
-        for name, stats in self.runtime.layer_stats.items():
-            if stats.module_calls and not stats.calls:
-                kind = type(self.layers[name])
-                forward = vars(self.layers[name]).get("forward", kind.forward)
-                where = f"{getattr(forward, '__module__', '')}.{getattr(forward, '__qualname__', repr(forward))}"
-                raise UnsupportedError(
-                    f"{name} ({kind.__name__}) has run without hybridep, since its forward, {where}, does not call "
-                    f"DeepSpeed's: call super().forward (or the layer's forward before it was replaced) in it, or set "
-                    f'"hybridep": {{"enabled": false}}'
-                )
-
-    def _take_step(self, original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
-        self.watch_optimizer()
-        self._refuse_other_forwards()
-        runtime, planner, dense, sites = self.runtime, self.planner, self.dense, self.sites
-        runtime.before_step()
-        try:
-            chosen = planner.before_step(runtime) if planner is not None else None
-            if sites is not None:
-                sites.exchange()
-            if dense is not None:
-                dense.before_step()
-            original(*args, **kwargs)
-        except BaseException:
-            runtime.abandon_step()
-            raise
-        finally:
-            if dense is not None:
-                dense.after_step()
-        # Dense parameters and experts travel together.  Experts of several groups must arrive before they are shipped.
-        if dense is not None:
-            dense.finish_gathers(of_experts_only=True)
-        report = runtime.after_step(was_applied=self.engine._step_applied, ships=chosen is None)
-        if dense is not None:
-            dense.finish_gathers(of_experts_only=False)
-        if sites is not None:
-            sites.after_step(was_applied=self.engine._step_applied)
-        if planner is not None:
-            planner.after_step()
-        if report is not None:
-            self.publish(report)
-        if chosen is not None and planner is not None:
-            self.switch(chosen, planner.reason)
-
-    # -- gradients that are forgotten -------------------------------------------------------------------------------
-
-    def _zero_grad(self, original: Callable[..., Any], *args: Any, by_optimizer: bool, **kwargs: Any) -> Any:
-        if not self._keeps_reduced and (by_optimizer or not self._has_accumulator):
-            # With False, ZeRO 1 sets `.grad` to zero and keeps what it has accumulated elsewhere.
-            sets_to_none = args[0] if args else kwargs.get("set_to_none", True)
-            if sets_to_none or not getattr(self.engine.optimizer, "use_grad_accum_attribute", False):
-                self.clear_gradients()
-        return original(*args, **kwargs)
-
-    @property
-    def _keeps_reduced(self) -> bool:
-        """True under ZeRO-2, which keeps reduced gradients whoever calls zero_grad."""
-        return bool(getattr(self.engine.optimizer, "partition_gradients", False))
-
-    @property
-    def _has_accumulator(self) -> bool:
-        """True if gradients are not in `.grad` between micro-steps, so only the optimizer's zero_grad clears them."""
-        optimizer = self.engine.optimizer
-        return (
-            self.engine.zero_optimization_stage() == 3
-            or hasattr(optimizer, "clear_hp_grads")
-            or bool(getattr(optimizer, "use_grad_accum_attribute", False))
-        )
-
-    def clear_gradients(self) -> None:
-        """Drop the gradients of replicas because their owners drop theirs."""
-        # ZeRO 1 has copied the returned gradients, and its step applies the copy whoever calls zero_grad.
-        self.runtime.clear_gradients(drops_returned=not holds_averaged(self.engine.optimizer))
-
-    def owned_in_grad(self) -> list[nn.Parameter]:
-        """Return trainable parameters of owned experts if their gradients stay in `.grad` until the step; else []."""
-        if self._keeps_reduced or self._has_accumulator:
-            return []
-        return [p for layer in self.layers.values() for p in layer.experts.parameters() if p.requires_grad]
-
-
-def noticing(step: EngineStep) -> Callable[..., None]:
-    """Return a hook before the model's forward: if no owner has a gradient, it clears sums of replicas too."""
-    # A function, not a method: a deep copy of the model copies its hooks, and must not copy the step.
-
-    def notice(_module: nn.Module, _inputs: Any) -> None:
-        if is_in_backward():
-            return
-        owned = step.owned_in_grad()
-        if owned and all(parameter.grad is None for parameter in owned):
-            step.clear_gradients()
-
-    return notice
-
-
-def is_boundary_of(engine: Any) -> bool:
-    """Return True if the running backward, inside which it is called, is the last before the optimizer step.
-
-    Without managed accumulation nobody knows, so every backward returns gradients.  Under no_sync the caller says that
-    more backwards will follow.
-    """
-    if engine.inside_no_sync_ctxt:
-        return False
-    return bool(not engine.managed_gradient_accumulation() or engine.is_gradient_accumulation_boundary())
-
-
-def loss_scale_of(engine: Any) -> float:
-    """Return the factor that gradients are multiplied by now."""
-    scale = getattr(engine.optimizer, "loss_scale", None)  # FP16_Optimizer has None in bf16
-    return 1.0 if scale is None else float(scale)
-
-
-def holds_averaged(optimizer: Any) -> bool:
-    """Return True if averaged gradients wait for the step apart from `.grad`, so that no zero_grad drops them."""
-    if getattr(optimizer, "cpu_offload", False) or getattr(optimizer, "offload_optimizer", False):
-        return bool(optimizer.norm_for_param_grads)  # noted while they are copied to the host; a step drops them
-    averaged = getattr(optimizer, "averaged_gradients", None) or {}
-    return any(group is not None for group in averaged.values())  # after a step each entry is None

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """How the ranks of one site take part in epochs together: rank 0 talks to the meeting point, and all ranks follow."""
 
+import contextlib
+import hashlib
 import time
 from collections.abc import Callable
 from typing import Any
@@ -9,7 +11,7 @@ from torch import Tensor
 
 from ds_hybridep.errors import CommunicationError, SiteError
 from ds_hybridep.runtime.log import log_dist
-from ds_hybridep.sites.exchange import Counters, Crossing
+from ds_hybridep.sites.exchange import DIGEST_BYTES, Counters, Crossing
 from ds_hybridep.sites.member import Member
 from ds_hybridep.sites.patience import Patience
 from ds_hybridep.transport.inside import Inside
@@ -21,26 +23,30 @@ class Epochs:
     """The members of the running epoch, and this rank's connections with its counterparts.
 
     Args:
-        engine: may be a weak proxy.
         site: the name of this one.  names: all sites.
+        step: returns the optimizer steps that this site has made.
         join: on rank 0, connects to the meeting point.
         new_crossing: makes this rank's connections for one epoch.
 
     Raises SiteError on all ranks if the meeting point refuses this site.
+
+    is_running: the other sites were training already when this one joined.
+    needs_quorum: a new epoch comes before the next exchange.
+    crossing: the connections of the running epoch, or None.
     """
 
     def __init__(
-        self, engine: Any, site: str, names: list[str], inside: Inside, join: Callable[[], Member],
+        self, site: str, names: list[str], inside: Inside, step: Callable[[], int], *, join: Callable[[], Member],
         new_crossing: Callable[[dict[str, Counters]], Crossing],
     ) -> None:  # fmt: skip
-        self._engine, self.site, self.names, self._inside = engine, site, names, inside
+        self.site, self.names, self.inside, self._step = site, names, inside, step
         self._new_crossing = new_crossing
         self.counters = {name: Counters() for name in names}
         self.quorum_s = 0.0  # seconds waited for the meeting point and for sites that had to come there
         self.members: list[str] = []
         self.num_exchanges = 0  # in this epoch
-        self._needs_quorum = True
-        self._crossing: Crossing | None = None
+        self.needs_quorum = True
+        self.crossing: Crossing | None = None
         self._member: Member | None = None
         error = ""
         if inside.rank == 0:
@@ -54,24 +60,24 @@ class Epochs:
 
     def close(self) -> None:
         """Leave the other sites."""
-        if self._crossing is not None:
-            self._crossing.close()
+        if self.crossing is not None:
+            self.crossing.close()
         if self._member is not None:
             self._member.close()
-        self._inside.close()
+        self.inside.close()
 
     @property
-    def _others(self) -> list[str]:
-        return [] if self._crossing is None else self._crossing.others
+    def others(self) -> list[str]:
+        return [] if self.crossing is None else self.crossing.others
 
-    def _stay_in_touch(self) -> None:
+    def stay_in_touch(self) -> None:
         """Wait until the meeting point, which may make an epoch of the sites that are missing, knows of this site."""
         with self._patience("the meeting point") as patience:
             while True:
-                is_in_touch, wants_change, refusal = self._inside.broadcast(self._news())
+                is_in_touch, wants_change, refusal = self.inside.broadcast(self._news())
                 if refusal:
                     raise SiteError(refusal)
-                self._needs_quorum = self._needs_quorum or wants_change
+                self.needs_quorum = self.needs_quorum or wants_change
                 if is_in_touch:
                     return
                 patience.look(self._trouble())
@@ -79,7 +85,7 @@ class Epochs:
 
     def _patience(self, whom: str) -> Patience:
         """Return what announces a wait, on rank 0."""
-        what = f"site '{self.site}' waits for {whom} before step {self._engine.global_steps}"
+        what = f"site '{self.site}' waits for {whom} before step {self._step()}"
         return Patience("" if self._member is None else what)
 
     def _trouble(self) -> str:
@@ -90,55 +96,57 @@ class Epochs:
         member = self._member
         return (True, False, "") if member is None else (member.is_in_touch, member.wants_change, member.refusal)
 
-    def _swap(self, packets: list[Tensor]) -> tuple[list[Tensor], bool]:
-        assert self._crossing is not None
+    def swap(self, packets: list[Tensor]) -> tuple[list[Tensor], bool]:
+        """Send this rank's packets, and return those of all members, and whether all ranks have all of them."""
+        assert self.crossing is not None
         try:
-            received, is_complete = self._crossing.swap(packets), True
+            received, is_complete = self.crossing.swap(packets), True
         except CommunicationError:
             received, is_complete = [], False
-        return received, self._inside.all(is_complete)
+        return received, self.inside.all(is_complete)
 
-    def _agree(self, is_complete: bool, digest: bytes) -> tuple[bool, bool]:
+    def agree(self, is_complete: bool, digest: bytes) -> tuple[bool, bool]:
         """Agree with all sites whether the step may be applied, and whether a quorum comes before the next one."""
         said = (False, True)
-        if self._inside.rank == 0:
-            assert self._crossing is not None
+        if self.inside.rank == 0:
+            assert self.crossing is not None
             assert self._member is not None
             try:
-                said = self._crossing.agree(is_complete, self._member.wants_change, digest)
+                said = self.crossing.agree(is_complete, self._member.wants_change, digest)
             except CommunicationError:
                 said = False, True
-        is_agreed, wants_change = self._inside.broadcast(said)
+        is_agreed, wants_change = self.inside.broadcast(said)
         return is_agreed, wants_change
 
-    def _call(
+    def call(
         self, digest: bytes, *, is_complete: bool = False, is_ready: bool = False, waits: bool = True
     ) -> dict[str, Any]:
         """Call for a quorum, and return its answer; after "epoch", this rank is connected with its counterparts.
 
-        digest: a hash of this site's weights.  The other arguments are as in `_form` and `_catch_up`.
+        digest: a hash of this site's weights.  is_complete: it has all packets of the step under way.
+        is_ready: it observes, and is up to date.  waits: False only calls; `hear` returns the answer later.
         """
         self._coming = self._new_crossing(self.counters)
-        addresses = self._inside.gather(self._coming.address)
-        missed = self._inside.gather(sorted(self._crossing.missed) if self._crossing is not None else [])
-        if waits and self._crossing is not None:
-            self._crossing.close()  # nobody waits for more from this site: they call, too
-            self._crossing = None
+        addresses = self.inside.gather(self._coming.address)
+        missed = self.inside.gather(sorted(self.crossing.missed) if self.crossing is not None else [])
+        if waits and self.crossing is not None:
+            self.crossing.close()  # nobody waits for more from this site: they call, too
+            self.crossing = None
         if self._member is not None:
             self._member.call(
-                step=self._engine.global_steps, complete=is_complete, is_ready=is_ready, addresses=addresses,
+                step=self._step(), complete=is_complete, is_ready=is_ready, addresses=addresses,
                 digest=digest.hex(), missed=sorted({name for names in missed for name in names}),
             )  # fmt: skip
         if not waits:
             return {}
         began = time.monotonic()
         with self._patience(f"{' and '.join(name for name in self.names if name != self.site)} to agree") as patience:
-            while (answer := self._hear(LOOK_S)) is None:
+            while (answer := self.hear(LOOK_S)) is None:
                 patience.look(self._trouble())
         self.quorum_s += time.monotonic() - began
         return answer
 
-    def _hear(self, wait_s: float) -> dict[str, Any] | None:
+    def hear(self, wait_s: float) -> dict[str, Any] | None:
         """Return the answer to the call, on all ranks, or None if there is none in `wait_s`."""
         said: Any = None
         if self._member is not None:
@@ -146,35 +154,50 @@ class Epochs:
                 said = self._member.answer(wait_s)
             except SiteError as error:
                 said = {"op": "error", "text": str(error)}
-        answer: dict[str, Any] | None = self._inside.broadcast(said)
+        answer: dict[str, Any] | None = self.inside.broadcast(said)
         if answer is None:
             return None
         if answer["op"] == "error":
             raise SiteError(answer["text"])
         if answer["op"] == "left out":
-            raise self._left_out()
+            raise self.left_out()
         if answer["op"] == "epoch":
             self._open(answer)
         else:
             self._coming.close()
         return answer
 
-    def _left_out(self) -> SiteError:
+    def left_out(self) -> SiteError:
+        """Return the error of a site that the others did not wait for."""
         return SiteError(
-            f"the other sites went on without site '{self.site}', which is at step {self._engine.global_steps}; start "
+            f"the other sites went on without site '{self.site}', which is at step {self._step()}; start "
             f"this site again with the same command, and it joins them"
         )
 
     def _open(self, answer: dict[str, Any]) -> None:
         """Leave the connections of the last epoch for those of the next."""
-        if self._crossing is not None:
-            self._crossing.close()
-        self._crossing, self.members, self.num_exchanges = self._coming, answer["members"], 0
+        if self.crossing is not None:
+            self.crossing.close()
+        self.crossing, self.members, self.num_exchanges = self._coming, answer["members"], 0
         calls = answer["calls"]
-        addresses = {name: tuple(call["addresses"][self._inside.rank]) for name, call in calls.items()}
-        self._crossing.open(answer["epoch"], self.members, answer["observers"], addresses)
+        addresses = {name: tuple(call["addresses"][self.inside.rank]) for name, call in calls.items()}
+        self.crossing.open(answer["epoch"], self.members, answer["observers"], addresses)
         observers = f"; catching up: {', '.join(answer['observers'])}" if answer["observers"] else ""
         log_dist(
             f"hybridep: site '{self.site}' trains with {', '.join(self.members)} from step "
-            f"{self._engine.global_steps} on{observers}", ranks=[0], level=30,
+            f"{self._step()} on{observers}", ranks=[0], level=30,
         )  # fmt: skip
+
+    # -- among the ranks of this site -------------------------------------------------------------------------------
+
+    def digest(self, own: bytes) -> bytes:
+        """Return a hash of what all ranks give, of `DIGEST_BYTES`; on other ranks than 0 it means nothing."""
+        digests = self.inside.gather(own.hex())
+        return hashlib.blake2b("".join(digests).encode(), digest_size=DIGEST_BYTES).digest()
+
+    def receive_state(self, crossing: Crossing, lead: str) -> bytes | None:
+        """Return what the lead sends; None on all ranks if it does not come whole to one of them."""
+        state: bytes | None = None
+        with contextlib.suppress(CommunicationError):
+            state = crossing.receive_state(lead)
+        return state if self.inside.all(state is not None) else None
