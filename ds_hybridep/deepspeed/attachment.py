@@ -81,7 +81,8 @@ class Attachment:
     ) -> None:
         self.engine, self.layers, self.planner, self.facts = weakref.proxy(engine), dict(layers), planner, facts
         self.patches, self._plan_patches = Patches(), Patches()  # of the engine as long as it is attached; of a plan
-        self.dropped = DroppedGradients(self.engine, self.layers, lambda: self.runtime)
+        known = weakref.proxy(self)  # an engine that is dropped is freed at once, with all that it has here
+        self.dropped = DroppedGradients(self.engine, self.layers, lambda: known.runtime)
         self.optimizer: Any = None  # of the engine, once it is there
         self.dense: DenseSync | None = None  # None if DeepSpeed synchronises what several ranks hold
         self.sites: SiteExchange | None = None  # once the optimizer is there

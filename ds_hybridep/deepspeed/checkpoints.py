@@ -10,6 +10,7 @@ from typing import Any
 from ds_hybridep.deepspeed import saving
 from ds_hybridep.deepspeed.attachment import Attachment
 from ds_hybridep.deepspeed.autoep import adapted_layers
+from ds_hybridep.deepspeed.optimizer_view import view_of
 from ds_hybridep.errors import ConfigError
 from ds_hybridep.runtime import whole_checkpoints
 from ds_hybridep.runtime.log import log_dist, warn_once, write_json
@@ -112,8 +113,8 @@ def _load_weights(attachment: Attachment, original: Callable[..., Any], call: in
         from ds_hybridep.deepspeed import adapters
 
         adapters.load(adapted, Path(loaded[0]).parent)
-        if call.arguments["load_module_only"] and hasattr(engine.optimizer, "refresh_fp32_params"):
-            engine.optimizer.refresh_fp32_params()  # DeepSpeed's own call came before the factors were loaded
+        if call.arguments["load_module_only"]:
+            view_of(engine).refresh_masters()  # DeepSpeed's own call came before the factors were loaded
     return loaded
 
 

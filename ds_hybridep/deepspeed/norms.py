@@ -44,7 +44,7 @@ class GradientNorms:
         return bool(found[0])
 
     def _global_norm(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        changes_host_norms = self._optimizer.cpu_offload and self._has_muon
+        changes_host_norms = self._view.is_on_host and self._has_muon
         if self._squares is None or changes_host_norms:  # nobody has asked for the flag, or norms have changed since
             self._has_overflow(original)
         try:

@@ -161,6 +161,16 @@ class OptimizerView(ABC):
     def masters(self) -> list[Tensor]:
         """Return the tensors that the user's optimizer changes, in an order that is the same on all sites."""
 
+    def scalers(self) -> list[Any]:
+        """Return the objects that hold the loss scale: ZeRO's and those of FP16_Optimizer."""
+        found = [getattr(self.optimizer, name, None) for name in ("loss_scaler", "loss_scale_config")]
+        return [one for one in found if one is not None and hasattr(one, "__dict__")]
+
+    def refresh_masters(self) -> None:
+        """Copy parameters that were loaded to their fp32 copies, if there are any."""
+        if (refresh := getattr(self.optimizer, "refresh_fp32_params", None)) is not None:
+            refresh()
+
     def gather_weights(self) -> None:
         """Bring up to date what was made of the parameters' partitions, which have changed; all ranks must call."""
         return  # most optimizers hold whole parameters
@@ -310,13 +320,18 @@ class Zero12View(OptimizerView):
         # With False, ZeRO 1 sets `.grad` to zero and keeps what it has accumulated elsewhere.
         return not self._accumulates_apart or (by_optimizer and sets_to_none)
 
+    @property
+    def is_on_host(self) -> bool:
+        """True with optimizer offload: gradients are copied to the host as they are reduced."""
+        return bool(self.optimizer.cpu_offload)
+
     def holds_averaged(self) -> bool:
-        if self.optimizer.cpu_offload:
+        if self.is_on_host:
             return bool(self.optimizer.norm_for_param_grads)  # noted with each gradient; a step drops them
         return _are_there(self.optimizer.averaged_gradients)
 
     def replaces_gradients(self, *, is_boundary: bool) -> bool:
-        if self.optimizer.cpu_offload:
+        if self.is_on_host:
             return is_boundary and self.holds_averaged() and self._replaces_on_host()
         averaged = self.optimizer.averaged_gradients or {}
         # After a step the table still has an entry for each group: None.
@@ -356,7 +371,7 @@ class Zero12View(OptimizerView):
         A flag of shape [], double, on the host with offload, and numbers of shape [], fp32.
         """
         optimizer = self.optimizer
-        if optimizer.cpu_offload:  # DeepSpeed has noted a flag and norms while it copied gradients to the host
+        if self.is_on_host:  # DeepSpeed has noted a flag and norms while it copied gradients to the host
             flag = torch.tensor(float(optimizer.local_overflow), dtype=torch.double)
             return flag, [self._noted_square(parameters) for parameters in optimizer.params_in_partition]
         flag = optimizer.has_overflow_partitioned_grads_serial().reshape(()).double()

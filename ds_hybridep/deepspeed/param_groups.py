@@ -98,8 +98,8 @@ def with_experts_apart(optimizer: torch.optim.Optimizer) -> torch.optim.Optimize
     vars(apart).update(vars(optimizer))
     apart.param_groups = [group for group, _ in split.parts]
     # These hooks are for this object alone; all others are the script's too.
-    for hooks in ("_optimizer_state_dict_pre_hooks", "_optimizer_load_state_dict_post_hooks"):
-        setattr(apart, hooks, getattr(optimizer, hooks).copy())
+    apart._optimizer_state_dict_pre_hooks = optimizer._optimizer_state_dict_pre_hooks.copy()
+    apart._optimizer_load_state_dict_post_hooks = optimizer._optimizer_load_state_dict_post_hooks.copy()
     apart.register_state_dict_pre_hook(split.before_save)
     apart.register_load_state_dict_post_hook(split.after_load)
     apart.step = MethodType(split.step, apart)  # type: ignore[method-assign]

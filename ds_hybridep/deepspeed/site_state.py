@@ -79,11 +79,6 @@ class SiteState:
         buffers = dict(self._engine.module.named_buffers())
         return self.weights() | {f"buffer {name}": buffer.detach() for name, buffer in buffers.items()}
 
-    def _scalers(self) -> list[Any]:
-        """Return the objects that hold the loss scale: ZeRO's and those of FP16_Optimizer."""
-        found = [getattr(self._engine.optimizer, name, None) for name in ("loss_scaler", "loss_scale_config")]
-        return [one for one in found if one is not None and hasattr(one, "__dict__")]
-
     def capture(self, more: Any = None) -> bytes:
         """Return weights, optimizer, loss scale, schedule, counters, and `more`."""
         engine, base, masters = self._engine, self._engine.basic_optimizer, self.view.masters()
@@ -100,7 +95,7 @@ class SiteState:
             "groups": [{key: value for key, value in group.items() if key != "params"} for group in base.param_groups],
             "scalers": [
                 {key: value for key, value in vars(scaler).items() if isinstance(value, int | float)}
-                for scaler in self._scalers()
+                for scaler in self.view.scalers()
             ],
             "scheduler": engine.lr_scheduler.state_dict() if engine.lr_scheduler is not None else None,
             "more": more,
@@ -127,7 +122,7 @@ class SiteState:
                     known[key] = one.to(master.device) if follows else one
         for group, options in zip(base.param_groups, saved["groups"], strict=True):
             group.update(options)
-        for scaler, numbers in zip(self._scalers(), saved["scalers"], strict=True):
+        for scaler, numbers in zip(self.view.scalers(), saved["scalers"], strict=True):
             vars(scaler).update(numbers)
         if engine.lr_scheduler is not None:
             engine.lr_scheduler.load_state_dict(saved["scheduler"])

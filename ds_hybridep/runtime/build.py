@@ -219,7 +219,7 @@ class Builder:
 
 
 def describe(
-    planned: Sequence[PlannedLayer], config: HybridEPConfig, backends: Sequence[str], kernels: str, memory: str
+    planned: Sequence[PlannedLayer], config: HybridEPConfig, backends: Sequence[str], kernels: str, *, memory: str
 ) -> str:
     """Describe a plan in one line, for the log."""
     first = planned[0]

@@ -40,6 +40,7 @@ class CodecCheckpoint:
         transport: Transport,
         planned: Sequence[PlannedLayer],
         migration: MigrationManager,
+        *,
         waiting: UndeliveredGradients,
         syncs: Mapping[str, GroupSync],
         changes: StepChanges,

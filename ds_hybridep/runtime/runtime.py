@@ -108,7 +108,7 @@ class HybridRuntime:
             for name, ranks in sync_groups.items()
         }
         ours = [layer for layer in planned if layer.exchange is not None]
-        builder = Builder(config, transport, kernels, encoding, self.changes, facts.is_boundary)
+        builder = Builder(config, transport, kernels, encoding, changes=self.changes, is_boundary=facts.is_boundary)
         self.layers, self.migration = builder.build(ours)
         self.layer_stats: dict[str, LayerStats] = {name: layer.stats for name, layer in self.layers.items()}
         pairs = [(self.layers[layer.spec.name], layer) for layer in ours]
@@ -116,7 +116,14 @@ class HybridRuntime:
         if self.hot.layers:
             self.migration.before_return = self.hot.send_counts
         self.codecs = CodecCheckpoint(
-            config, transport, planned, self.migration, waiting, self.syncs, self.changes, self.hot
+            config,
+            transport,
+            planned,
+            self.migration,
+            waiting=waiting,
+            syncs=self.syncs,
+            changes=self.changes,
+            hot=self.hot,
         )
         self.statistics = RuntimeStatistics(transport, pairs, self.hot, counts_dense=bool(self.syncs))
 
@@ -266,7 +273,7 @@ class HybridRuntime:
         """Describe the plan in one line, for the log."""
         held = f"replicas and their gradients {self.migration.replica_bytes / 2**20:.1f} MiB per rank"
         memory = held if self.migration.layers else "no replicas"
-        return describe(self._planned, self.config, self.transport.backends, self.kernels.name, memory)
+        return describe(self._planned, self.config, self.transport.backends, self.kernels.name, memory=memory)
 
 
 def _targets(

@@ -85,12 +85,22 @@ class RuntimeStatistics:
     def _counters(self) -> dict[str, Any]:
         """Return numbers in dicts and lists of the same shape on all ranks; those of several ranks can be added."""
         traffic, layers = self._transport.traffic, []
-        tables = {name: getattr(traffic, name) for name in ("sent_bytes", "received_bytes", "sent_messages")}
+        tables = {
+            "sent_bytes": traffic.sent_bytes,
+            "received_bytes": traffic.received_bytes,
+            "sent_messages": traffic.sent_messages,
+        }
         for layer, _ in self._layers:
-            counts = {name: getattr(layer.stats, name) for name in ("calls", "rows_sent", "rows_computed")}
-            expert_rows = [layer.stats.expert_rows[expert] for expert in range(len(layer.held.table))]
-            sums = asdict(self._codec_sums(layer) or CodecSums())
-            layers.append({**counts, "expert_rows": expert_rows, "codecs": sums})
+            stats = layer.stats
+            layers.append(
+                {
+                    "calls": stats.calls,
+                    "rows_sent": stats.rows_sent,
+                    "rows_computed": stats.rows_computed,
+                    "expert_rows": [stats.expert_rows[expert] for expert in range(len(layer.held.table))],
+                    "codecs": asdict(self._codec_sums(layer) or CodecSums()),
+                }
+            )
         return {
             "levels": [
                 {
