@@ -27,10 +27,10 @@ from torch import nn
 
 from benchmarks.common import usage_of
 from benchmarks.training import VOCABULARY, autoep, byte_model, engine_of, join, qwen3_moe, train_step
-from ds_hybridep.integration import attachment
 from ds_hybridep.lab.launcher import MASTER_PORT, rank_environment
 from ds_hybridep.lab.network import HOST_DEVICE, EmulatedNetwork
 from ds_hybridep.lab.topology import Topology
+from ds_hybridep.runtime import runtime
 
 TOPOLOGY = Topology(2, 2)
 KINDS, CODECS = ("classic", "autoep"), ("exact", "recommended")
@@ -108,15 +108,15 @@ def build(orders: Orders) -> Any:
 
 @contextmanager
 def failing_attach(orders: Orders, rank: int) -> Iterator[None]:
-    make = attachment.HybridRuntime
+    make = runtime.HybridRuntime
 
-    def fail(*args: Any) -> Any:
-        make(*args).close()
+    def fail(*args: Any, **kwargs: Any) -> Any:
+        make(*args, **kwargs).close()
         note_break(orders)
         raise MemoryError("no room for replicas")
 
     fails = orders.fault == "memory" and rank == orders.victim
-    with mock.patch.object(attachment, "HybridRuntime", fail if fails else make):
+    with mock.patch.object(runtime, "HybridRuntime", fail if fails else make):
         yield
 
 

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 import ds_hybridep
 from benchmarks.common import Record, Records, interleaved, ratio, run_job, table
 from benchmarks.training import VOCABULARY, Job, SleepingExpert, _Sleep, autoep, engine_of, moe_of, qwen3_moe
-from ds_hybridep.integration.hot_experts import HotExperts, HotLayer
+from ds_hybridep.runtime.hot_experts import HotExperts, HotLayer
 
 __all__ = ["Job", "add_arguments", "rank", "report", "run"]
 

@@ -21,9 +21,9 @@ from typing import TYPE_CHECKING, Any
 from ds_hybridep.version import __version__
 
 if TYPE_CHECKING:
-    from ds_hybridep.integration.api import detach, refresh, replan, site, stats, trace
-    from ds_hybridep.integration.saving import save_pretrained
-    from ds_hybridep.integration.start import attach
+    from ds_hybridep.deepspeed.api import detach, refresh, replan, site, stats, trace
+    from ds_hybridep.deepspeed.saving import save_pretrained
+    from ds_hybridep.deepspeed.start import attach
     from ds_hybridep.sites.data import Site, SiteSampler
 
 __all__ = [
@@ -33,8 +33,8 @@ __all__ = [
 _MODULES = {
     "Site": "sites.data",
     "SiteSampler": "sites.data",
-    "attach": "integration.start",
-    "save_pretrained": "integration.saving",
+    "attach": "deepspeed.start",
+    "save_pretrained": "deepspeed.saving",
 }
 
 
@@ -42,7 +42,7 @@ def __getattr__(name: str) -> Any:
     """The public name `name`, from where it is defined.  Raises AttributeError for any other name."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no {name!r}; its public names are {', '.join(__all__)}")
-    return getattr(import_module(f"ds_hybridep.{_MODULES.get(name, 'integration.api')}"), name)
+    return getattr(import_module(f"ds_hybridep.{_MODULES.get(name, 'deepspeed.api')}"), name)
 
 
 def __dir__() -> list[str]:

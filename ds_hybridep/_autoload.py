@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 _ENGINE_MODULE = "deepspeed.runtime.engine"
 _BLOCK = "hybridep"
 _NO_EFFECT = f'a "{_BLOCK}" block in ds_config has NO effect; call ds_hybridep.attach in the script'
-# Rows of the table in integration/patches.py.  Their replacements are in integration/start.py.
+# Rows of the table in deepspeed/patches.py.  Their replacements are in deepspeed/start.py.
 _METHODS = ("_configure_distributed_model", "_configure_expert_parallel")
 # What ds_to_universal asks for the parameters of experts.
 _UNIVERSAL_MODULE = "deepspeed.checkpoint.autoep_universal"
@@ -133,7 +133,7 @@ def _join(name: str, original: "Any", engine: "Any", *args: "Any", **kwargs: "An
         if name == _METHODS[0]:
             _warn_of_misspelling(engine)
         return original(engine, *args, **kwargs)
-    from ds_hybridep.integration import start
+    from ds_hybridep.deepspeed import start
 
     return getattr(start, name.lstrip("_"))(original, engine, *args, **kwargs)
 
@@ -240,7 +240,7 @@ def _start(original: "Any", engine: "Any", *args: "Any", **kwargs: "Any") -> Non
 
     def tell(name: str) -> None:
         if "_hybridep_attachment" in vars(engine):
-            from ds_hybridep.integration import start
+            from ds_hybridep.deepspeed import start
 
             getattr(start, name)(engine)
 

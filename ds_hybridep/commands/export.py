@@ -58,7 +58,7 @@ def run(args: argparse.Namespace) -> int:
 
 def tag_folder(path: Path) -> Path:
     """Return the folder of one checkpoint: `path`, or the newest whole one in it."""
-    from ds_hybridep.integration import whole_checkpoints
+    from ds_hybridep.runtime import whole_checkpoints
 
     if not path.is_dir():
         raise ExportError(f"{path} is no folder; give what save_checkpoint wrote")

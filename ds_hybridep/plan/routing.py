@@ -2,7 +2,7 @@
 """Where the rows of a layer go under a layout: which experts are hot, what each rank computes, who sends to whom.
 
 Experts of a group are hot inside one level.  The ranks whose places differ only there, and inside their domains, share
-hot experts; each such part of the group has its own N.  Source: integration/hot_experts.py.
+hot experts; each such part of the group has its own N.  Source: runtime/hot_experts.py.
 
     levels dc (2) and gpu (4), one group, 2 hot experts inside gpu    parts: ranks 0 to 3, and ranks 4 to 7
 """

@@ -10,7 +10,7 @@ The model is cut into fragments that take turns, so that about the same amount c
 arXiv 2501.18512).  All sites hold the same common weights, bit for bit.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -30,10 +30,13 @@ class LocalSteps:
         owned: the optimizer's fp32 weights that this rank owns; they are changed in place.
         every: steps after which each fragment is exchanged.
         home: where common weights and momentum are kept.
+        put: called after weights were changed here; the default does nothing.
     """
 
-    def __init__(self, owned: Sequence[OwnedSlice], every: int, home: Home) -> None:
-        self._every, self._home = every, home
+    def __init__(
+        self, owned: Sequence[OwnedSlice], every: int, home: Home, put: Callable[[], None] = lambda: None
+    ) -> None:
+        self._every, self._home, self._put = every, home, put
         self._fragments = _cut(owned, every)
         self._common = [[home.store(t.detach().clone()) for one in f for t in one.tensors] for f in self._fragments]
         self._momentum = [[home.store(torch.zeros_like(t)) for one in f for t in one.tensors] for f in self._fragments]
@@ -62,6 +65,7 @@ class LocalSteps:
             own.copy_(common)
             self._home.put(kept_common, common)
             self._home.put(kept_momentum, momentum)
+        self._put()
 
     def begin(self) -> None:
         """Begin anew from this rank's weights: they are the common ones, and there is no momentum."""
@@ -74,6 +78,7 @@ class LocalSteps:
         """Set this rank's weights to the common ones."""
         for own, common in self._pairs():
             own.copy_(common)
+        self._put()
 
     def _pairs(self) -> list[tuple[Tensor, Tensor]]:
         owned = [tensor for fragment in self._fragments for one in fragment for tensor in one.tensors]

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from ds_hybridep.integration import codec_state
+from ds_hybridep.runtime import codec_state
 
 MIB = 2**20
 
@@ -75,7 +75,7 @@ def test_a_resume_under_another_plan_reads_only_what_concerns_the_own_experts(tm
         import sys
         from pathlib import Path
         import torch
-        from ds_hybridep.integration.codec_state import PATTERN, read
+        from ds_hybridep.runtime.codec_state import PATTERN, read
         from ds_hybridep.sync.undelivered import kept_back_in
 
         def run():

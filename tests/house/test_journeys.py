@@ -90,7 +90,7 @@ SHARED = {"transport/channels.py", "link"}  # everything crosses a link
 
 def files_of(entered: set[tuple[str, str]]) -> set[str]:
     # One notes since when a rank waits, for the watch; one, what a skipped step undoes; one asks if we are attached.
-    plumbing = {"transport/waits.py", "sync/transaction.py", "integration/patches.py"}
+    plumbing = {"transport/waits.py", "sync/transaction.py", "deepspeed/patches.py"}
     files = {file for file, _ in entered} - plumbing
     return {"link" if file.startswith("link/") else file for file in files}  # used like a library
 

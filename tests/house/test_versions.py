@@ -12,8 +12,8 @@ import torch
 from deepspeed.module_inject.auto_ep_layer import AutoEPMoELayer
 from torch import nn
 
+from ds_hybridep.deepspeed import adapters, autoep, supported
 from ds_hybridep.errors import UnsupportedError
-from ds_hybridep.integration import adapters, autoep, supported
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 

@@ -184,7 +184,7 @@ def test_what_would_reach_adapters_of_attention_only_is_refused(pool4: ProcessPo
 def test_a_copy_of_a_model_is_guarded_by_itself(copy_of: Callable[[nn.Module], Any]) -> None:
     import peft
 
-    from ds_hybridep.integration.adapter_switch import AdapterSwitch, guard
+    from ds_hybridep.deepspeed.adapter_switch import AdapterSwitch, guard
 
     base = nn.Sequential(nn.Linear(2, 2))
     model: Any = peft.get_peft_model(base, peft.LoraConfig(target_modules=["0"]))

@@ -54,11 +54,11 @@ def run(tmp_path):
         engine_path.write_text(source)
         prologue = f"""
             import sys, types
-            start = types.ModuleType("ds_hybridep.integration.start")
+            start = types.ModuleType("ds_hybridep.deepspeed.start")
             exec({INTEGRATION!r}, start.__dict__)
-            integration = types.ModuleType("ds_hybridep.integration")
+            integration = types.ModuleType("ds_hybridep.deepspeed")
             integration.start = start
-            sys.modules |= {{"ds_hybridep.integration": integration, "ds_hybridep.integration.start": start}}
+            sys.modules |= {{"ds_hybridep.deepspeed": integration, "ds_hybridep.deepspeed.start": start}}
             from ds_hybridep import _autoload
             """
         program = textwrap.dedent(prologue) + textwrap.dedent(code)

@@ -18,13 +18,14 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from ds_hybridep.deepspeed import supported
 from ds_hybridep.errors import UnsupportedError
 from ds_hybridep.experts.replicas import Replicas, make_shipment
-from ds_hybridep.integration import log, supported
 from ds_hybridep.kernels import RoutePlan, load_kernels
 from ds_hybridep.plan.cluster import Cluster, Level
 from ds_hybridep.plan.partition import Partition
 from ds_hybridep.plan.slots import whole
+from ds_hybridep.runtime import log
 from ds_hybridep.sync.dense import GroupSync
 from ds_hybridep.sync.slot_codecs import Encoding
 from ds_hybridep.sync.stages import gather_stages

@@ -35,7 +35,7 @@ from training import (
 
 import ds_hybridep
 from ds_hybridep.errors import ConfigError, VerificationError
-from ds_hybridep.integration import attachment
+from ds_hybridep.runtime import runtime
 
 pytestmark = pytest.mark.dist
 
@@ -242,7 +242,7 @@ def _attach_train_detach(engine: Engine, case: Case, block: dict[str, Any]) -> N
 
 def destroy_after_a_failed_transfer(case: Case) -> tuple[str, str]:
     """On rank 0, whose backward waits for one that rank 1 never runs: the errors of backward and of destroy."""
-    own_limit = mock.patch.object(attachment, "longest_wait_s", float)  # else it would be torch's
+    own_limit = mock.patch.object(runtime, "longest_wait_s", float)  # else it would be torch's
     with own_limit, engine_of(case, with_block=True, hybridep={"timeout_s": 10}) as engine:
         loss = engine(*batch_of(case, 0))
         if dist.get_rank() == 1:

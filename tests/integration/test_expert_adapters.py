@@ -25,8 +25,8 @@ from training import train
 from universal import convert
 
 import ds_hybridep
+from ds_hybridep.deepspeed import adapters as expert_adapters
 from ds_hybridep.errors import ConfigError, UnsupportedError
-from ds_hybridep.integration import adapters as expert_adapters
 
 pytestmark = [
     pytest.mark.dist,

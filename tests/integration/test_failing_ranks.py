@@ -16,7 +16,7 @@ import ds_hybridep
 from ds_hybridep.adaptive import planner
 from ds_hybridep.adaptive.planner import JobPlanner
 from ds_hybridep.adaptive.probe import LinkProbe
-from ds_hybridep.integration import attachment as owner
+from ds_hybridep.runtime import runtime as owner
 from ds_hybridep.transport import agreement
 from ds_hybridep.transport.channels import Transport
 
@@ -30,8 +30,8 @@ def short_of_memory() -> Any:
     """Runtimes do not fit into the memory of rank 1."""
     make = owner.HybridRuntime
 
-    def fail(*args: Any) -> Any:
-        make(*args).close()  # connections are made before there is need for memory
+    def fail(*args: Any, **kwargs: Any) -> Any:
+        make(*args, **kwargs).close()  # connections are made before there is need for memory
         raise MemoryError("no room for replicas")
 
     return mock.patch.object(owner, "HybridRuntime", fail) if dist.get_rank() == 1 else nullcontext()

@@ -32,9 +32,9 @@ from training import (
 )
 
 import ds_hybridep
+from ds_hybridep.deepspeed.optimizer_view import Zero12View
 from ds_hybridep.errors import UnsupportedError, VerificationError
-from ds_hybridep.integration.backward import replaces_gradients
-from ds_hybridep.integration.runtime import HybridRuntime
+from ds_hybridep.runtime.runtime import HybridRuntime
 
 pytestmark = pytest.mark.dist
 
@@ -345,11 +345,11 @@ def test_gradients_of_which_deepspeed_replaces_only_some_are_refused() -> None:
     flat = mock.Mock(flat_partition=torch.zeros(1))
     for averaged, is_replaced in (({}, False), ({0: None}, False), ({0: flat}, False), ({0: [], 1: None}, True)):
         engine.optimizer.averaged_gradients = averaged
-        assert replaces_gradients(engine, is_boundary=True) == is_replaced
+        assert Zero12View(engine).replaces_gradients(is_boundary=True) == is_replaced
     engine.optimizer.averaged_gradients = {0: [], 1: flat}
     with pytest.raises(UnsupportedError, match="rank 1: engine.step.. was left out.*call engine.step"):
-        replaces_gradients(engine, is_boundary=True)
-    assert not replaces_gradients(engine, is_boundary=False)
+        Zero12View(engine).replaces_gradients(is_boundary=True)
+    assert not Zero12View(engine).replaces_gradients(is_boundary=False)
 
 
 def test_a_step_left_out_that_deepspeed_mixes_with_an_earlier_one_is_refused(pool2: ProcessPool) -> None:

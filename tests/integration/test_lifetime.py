@@ -34,7 +34,7 @@ from training import (
 )
 
 import ds_hybridep
-from ds_hybridep.integration.patches import TABLE, find
+from ds_hybridep.deepspeed.patches import TABLE, find
 
 pytestmark = pytest.mark.dist
 
@@ -176,7 +176,7 @@ def start_again_with_another_size(case: Case) -> tuple[str, str]:
 def attach_that_fails(case: Case) -> dict[str, Any]:
     """Error of attaching where binding fails at its end, what is left, and losses after attaching again."""
     with engine_of(case, with_block=False) as engine:
-        with mock.patch("ds_hybridep.integration.supported.TESTED_WRAPPERS", ()):
+        with mock.patch("ds_hybridep.deepspeed.supported.TESTED_WRAPPERS", ()):
             error = error_of(ds_hybridep.attach, engine, block_of(case))
         left = left_on(engine.module), [name for name in vars(engine) if "hybridep" in name]
         ds_hybridep.attach(engine, block_of(case))

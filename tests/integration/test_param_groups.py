@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.optim import lr_scheduler
 
-from ds_hybridep.integration.param_groups import with_experts_apart
+from ds_hybridep.deepspeed.param_groups import with_experts_apart
 
 
 def parameters(number: int, *, of_experts: bool) -> list[nn.Parameter]:

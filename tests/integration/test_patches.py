@@ -16,10 +16,10 @@ from toy_model import ToyConfig
 from training import block_of, engine_of, moe_layers, train, world4
 
 import ds_hybridep
+from ds_hybridep.deepspeed import patches
+from ds_hybridep.deepspeed.checkpoint_guard import install
+from ds_hybridep.deepspeed.patches import TABLE, Patch, Patches, find, misfits
 from ds_hybridep.errors import UnsupportedError
-from ds_hybridep.integration import patches
-from ds_hybridep.integration.checkpoint_guard import install
-from ds_hybridep.integration.patches import TABLE, Patch, Patches, find, misfits
 from ds_hybridep.tokens.layer import HybridMoE, computing_layer
 
 LIMIT_S = 100.0

@@ -8,9 +8,9 @@ import torch
 
 from ds_hybridep.commands.record import format_run_record
 from ds_hybridep.config import parse_config
-from ds_hybridep.integration.build import PlannedLayer, describe
-from ds_hybridep.integration.statistics import monitor_events, summarize
 from ds_hybridep.plan.partition import Partition
+from ds_hybridep.runtime.build import PlannedLayer, describe
+from ds_hybridep.runtime.statistics import monitor_events, summarize
 
 RECORD: dict[str, Any] = {
     "steps": 10,
@@ -79,7 +79,7 @@ def test_the_line_of_a_plan_says_where_a_token_codec_has_no_effect() -> None:
         config = parse_config({"levels": levels}, world_size=4)
         spec: Any = SimpleNamespace(sample=torch.ones(1))
         layer = PlannedLayer(spec, Partition.build(config.cluster(), range(4), config.domain_sizes), "direct")
-        said.append(describe([layer], config, (), "reference", "no replicas"))
+        said.append(describe([layer], config, (), "reference", memory="no replicas"))
     start = "hybridep: 1 MoE layers, domain sizes dc {}, gpu 1, tokens direct, reference kernels, no replicas"
     assert said[0] == start.format(1) + ", dispatched tokens fp8 over dc"
     assert said[1] == start.format(2) + ", dispatched tokens fp8 over dc (no effect: no tokens of ours cross it)"

@@ -11,8 +11,8 @@ from unittest import mock
 import pytest
 from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 
+from ds_hybridep.deepspeed import autoep, supported
 from ds_hybridep.errors import ConfigError, UnsupportedError
-from ds_hybridep.integration import autoep, supported
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 NEWER = ("0.19.9", "0.20.0", "1.0.0+cu130")

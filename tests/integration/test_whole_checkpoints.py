@@ -14,7 +14,7 @@ from parity import Case
 from process_pool import ProcessPool
 from training import close_to, engine_of, error_of, train, world2
 
-from ds_hybridep.integration import whole_checkpoints as whole
+from ds_hybridep.runtime import whole_checkpoints as whole
 
 
 def load_after_interrupted_saves(case: Case, folder: str) -> list[Any]:

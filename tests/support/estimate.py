@@ -13,13 +13,13 @@ from deepspeed.moe.layer import MoE
 from torch import nn
 
 from ds_hybridep.config import parse_config
+from ds_hybridep.deepspeed.autoep import is_autoep_layer
 from ds_hybridep.experts.partitioned import full_shape
 from ds_hybridep.experts.replicas import Replicas
-from ds_hybridep.integration.autoep import is_autoep_layer
-from ds_hybridep.integration.build import encoding_of
 from ds_hybridep.plan.cluster import divisors
 from ds_hybridep.plan.costs import return_depth
 from ds_hybridep.plan.partition import Partition
+from ds_hybridep.runtime.build import encoding_of
 from ds_hybridep.sync.slot_codecs import Encoding
 from ds_hybridep.sync.stages import gather_stages
 from ds_hybridep.sync.transaction import Transaction

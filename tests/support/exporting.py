@@ -135,7 +135,7 @@ def logits_of(engine: Any, job: Job) -> torch.Tensor:
 
 def held_by(engine: Any) -> dict[str, tuple[list[int] | None, torch.Tensor]]:
     """This rank's parameters in fp32, with the experts that they are of; masters where there are any."""
-    from ds_hybridep.integration.autoep import experts_of
+    from ds_hybridep.deepspeed.autoep import experts_of
 
     held = {}
     layers = {f"{name}.experts.": layer for name, layer in engine.module.named_modules() if hasattr(layer, "ep_rank")}

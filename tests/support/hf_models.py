@@ -31,7 +31,7 @@ def let_plain_autoep_work() -> None:
     """Let AutoEP without the block, to compare with, read newer versions of transformers as it can with the block."""
     from deepspeed.runtime.engine import DeepSpeedEngine
 
-    from ds_hybridep.integration.autoep import plain_registry
+    from ds_hybridep.deepspeed.autoep import plain_registry
 
     original = DeepSpeedEngine._configure_expert_parallel
 

@@ -345,8 +345,8 @@ def build_case(case: MoeCase, rank: int, is_boundary: Callable[[], bool] = lambd
     """The runtime of `case` on this rank, and its experts by layer.  All ranks must call."""
     from ds_hybridep.config import parse_config
     from ds_hybridep.experts.layer_spec import LayerSpec
-    from ds_hybridep.integration import attachment
-    from ds_hybridep.integration.build import Facts
+    from ds_hybridep.runtime import runtime
+    from ds_hybridep.runtime.build import Facts
     from ds_hybridep.tokens.layer import call_expert
 
     owned = [
@@ -370,8 +370,8 @@ def build_case(case: MoeCase, rank: int, is_boundary: Callable[[], bool] = lambd
         for layer, experts in enumerate(owned)
     ]
     config = parse_config(case.block(**options), world_size=case.world_size)
-    with mock.patch.object(attachment, "longest_wait_s", float):  # else it would be torch's
-        return attachment.prepare_runtime(config, Facts(tuple(specs), is_boundary))(), owned
+    with mock.patch.object(runtime, "longest_wait_s", float):  # else it would be torch's
+        return runtime.prepare_runtime(config, Facts(tuple(specs), is_boundary))(), owned
 
 
 def open_transport(cluster: Any, timeout_s: float) -> Any:

@@ -24,7 +24,7 @@ for _name in (
     "torch._dynamo",
     "deepspeed.moe.layer",
     "deepspeed.runtime.zero.muon.muon_optimizer",
-    "ds_hybridep.integration.api",
+    "ds_hybridep.deepspeed.api",
 ):
     importlib.import_module(_name)
 

@@ -18,7 +18,7 @@ from toy_model import global_name
 from training import world2
 
 import ds_hybridep
-from ds_hybridep.integration.log import warn_once
+from ds_hybridep.runtime.log import warn_once
 
 
 def said_by(call: Any, *args: Any, **kwargs: Any) -> str:

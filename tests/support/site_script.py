@@ -96,7 +96,7 @@ early_before = 0  # bytes that had left early before the backward
 
 def early_bytes() -> int:
     sites = vars(engine)["_hybridep_attachment"].sites
-    return sum(one.early_bytes for one in sites.counters.values())
+    return sum(one.early_bytes for one in sites.epochs.counters.values())
 
 
 def die(*_: object) -> None:
@@ -144,7 +144,7 @@ digest = hashlib.sha256()
 for parameter in model.parameters():
     digest.update(getattr(parameter, "ds_tensor", parameter).detach().float().numpy().tobytes())
 attachment = vars(engine).get("_hybridep_attachment")
-common = attachment.sites._digest().hex() if attachment is not None and attachment.sites is not None else ""
+common = attachment.sites.digest().hex() if attachment is not None and attachment.sites is not None else ""
 record = {
     "common": common,
     "sites": ds_hybridep.stats(engine)["sites"] if attachment is not None else None,

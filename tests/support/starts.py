@@ -17,7 +17,7 @@ from parity import FP32_TOLERANCE, Case, model_of, use_expert_groups_of
 from torch import Tensor, nn
 from training import batch_of
 
-from ds_hybridep.integration.autoep import experts_of
+from ds_hybridep.deepspeed.autoep import experts_of
 
 Make = Callable[[Any], Any]
 

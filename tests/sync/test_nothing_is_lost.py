@@ -15,7 +15,7 @@ from torch import nn
 from training import batch_of, engine_of, train
 
 import ds_hybridep
-from ds_hybridep.integration.dense import DenseSync
+from ds_hybridep.deepspeed.dense import DenseSync
 
 pytestmark = pytest.mark.dist
 
