@@ -25,13 +25,13 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common import Record, Records, read_records, table
+from ds_hybridep.geometry.cluster import Cluster, Level, LinkSpeed
+from ds_hybridep.geometry.partition import Partition
+from ds_hybridep.geometry.token_route import choose_exchange
 from ds_hybridep.lab.topology import parse_rate
 from ds_hybridep.plan import stream_model
-from ds_hybridep.plan.cluster import Cluster, Level, LinkSpeed
 from ds_hybridep.plan.layout import IDENTITY, CodecCost, Layout, LevelCodecs, Rates, SyncModel
-from ds_hybridep.plan.partition import Partition
 from ds_hybridep.plan.routing import experts_per_rank
-from ds_hybridep.plan.token_route import choose_exchange
 from ds_hybridep.plan.workload import MoEModel, Workload
 from ds_hybridep.simulate.scenario import Scenario
 from ds_hybridep.simulate.simulator import simulate

@@ -16,7 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from benchmarks.common import Record, Records, new_figure, plain_numbers, save_figure, table
-from ds_hybridep.plan.cluster import Cluster, Level, LinkSpeed, divisors
+from ds_hybridep.geometry.cluster import Cluster, Level, LinkSpeed, divisors
 from ds_hybridep.plan.layout import BY_DEEPSPEED, CodecCost, Layout, LevelCodecs, Rates
 from ds_hybridep.plan.planner import Candidate, Plan, make_plan
 from ds_hybridep.plan.question import Question

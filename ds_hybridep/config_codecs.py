@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from ds_hybridep.config_messages import nearest, shown
-from ds_hybridep.plan.packets import LARGEST_RANK
+from ds_hybridep.geometry.packets import LARGEST_RANK
 
 DEFAULT_RATIO = 50.0  # of low rank: fp32 bytes over bytes sent
 

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from ds_hybridep.adaptive.options import Job, Option
 from ds_hybridep.adaptive.probe import LinkProbe
 from ds_hybridep.experts.migration import is_in_backward
-from ds_hybridep.plan.cluster import Cluster
+from ds_hybridep.geometry.cluster import Cluster
 from ds_hybridep.plan.costs import row_counts
 from ds_hybridep.tokens.layer import LayerStats
 from ds_hybridep.transport.channels import Transport

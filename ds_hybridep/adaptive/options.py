@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from ds_hybridep.config import AUTO, HybridEPConfig, LevelConfig
 from ds_hybridep.config_codecs import AUTO_CODEC, IDENTITY, CodecConfig, describe_codec
-from ds_hybridep.plan.cluster import Cluster, divisors
+from ds_hybridep.geometry.cluster import Cluster, divisors
 from ds_hybridep.plan.layout import BY_DEEPSPEED, CodecCost, Layout, LevelCodecs, Rates, SyncModel
 from ds_hybridep.plan.layout import IDENTITY as EXACT_COST
 from ds_hybridep.plan.memory import Memory, memory_of

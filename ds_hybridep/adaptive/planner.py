@@ -28,8 +28,8 @@ from ds_hybridep.adaptive.rates import codec_costs, expert_params, measure_exper
 from ds_hybridep.config import AUTO, HybridEPConfig
 from ds_hybridep.errors import UnsupportedError
 from ds_hybridep.experts.layer_spec import LayerSpec, check_experts
-from ds_hybridep.plan.partition import Partition
-from ds_hybridep.plan.row_format import token_codec
+from ds_hybridep.geometry.partition import Partition
+from ds_hybridep.plan.codec_costs import token_codec
 from ds_hybridep.plan.summary import level_settings
 from ds_hybridep.plan.workload import Workload
 from ds_hybridep.transport.agreement import agree, announcing_failure, together

@@ -15,12 +15,12 @@ from ds_hybridep.config import HybridEPConfig
 from ds_hybridep.config_codecs import AUTO_CODEC, IDENTITY, PATCH, CodecConfig, describe_codec
 from ds_hybridep.experts.layer_spec import LayerSpec
 from ds_hybridep.experts.slots import lay_out
+from ds_hybridep.geometry.cluster import Cluster
+from ds_hybridep.geometry.packets import packets_of
+from ds_hybridep.geometry.slots import part_of
 from ds_hybridep.kernels import Mode
-from ds_hybridep.plan.cluster import Cluster
 from ds_hybridep.plan.codec_costs import PATCHED_BYTES, codec_cost, patch_cost
 from ds_hybridep.plan.layout import CodecCost, Rates
-from ds_hybridep.plan.packets import packets_of
-from ds_hybridep.plan.slots import part_of
 from ds_hybridep.plan.workload import Workload
 from ds_hybridep.sync.home import Home
 from ds_hybridep.sync.messages import MessageLayout, PacketPart

@@ -11,17 +11,17 @@ from typing import Any
 from ds_hybridep.config import parse_config
 from ds_hybridep.config_codecs import PATCH, CodecConfig, recommended_codecs
 from ds_hybridep.errors import ConfigError
+from ds_hybridep.geometry.cluster import BITS_PER_BYTE, Cluster, Level
+from ds_hybridep.geometry.packets import Part
+from ds_hybridep.geometry.slots import Shape, part_of
 from ds_hybridep.lab.topology import parse_duration, parse_number
 from ds_hybridep.plan.choices import skewed_loads
-from ds_hybridep.plan.cluster import BITS_PER_BYTE, Cluster, Level
 from ds_hybridep.plan.codec_costs import DEFAULT_LEARNING_RATE, codec_cost, patch_cost
 from ds_hybridep.plan.costs import expert_parts
 from ds_hybridep.plan.layout import BY_DEEPSPEED, EXACT, CodecCost, ExpertGroup, LevelCodecs, Rates, SyncModel
 from ds_hybridep.plan.model_sizes import model_from_mapping
 from ds_hybridep.plan.models import read_model_file, ready_names
-from ds_hybridep.plan.packets import Part
 from ds_hybridep.plan.question import Question
-from ds_hybridep.plan.slots import Shape, part_of
 from ds_hybridep.plan.summary import GIGA, RECOMMENDED
 from ds_hybridep.plan.workload import DTYPE_BYTES, MoEModel, Workload
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from ds_hybridep.commands import question as asking
 from ds_hybridep.errors import ConfigError
-from ds_hybridep.plan.cluster import Cluster
+from ds_hybridep.geometry.cluster import Cluster
 from ds_hybridep.simulate import comparison
 from ds_hybridep.simulate.scenario import Deviation
 

@@ -19,7 +19,7 @@ from ds_hybridep.experts.away import Away
 from ds_hybridep.experts.codecs import ExpertCodecs
 from ds_hybridep.experts.hot import HotReplicas
 from ds_hybridep.experts.slots import OwnSlot, Places, SlotLayout
-from ds_hybridep.plan.partition import Partition
+from ds_hybridep.geometry.partition import Partition
 from ds_hybridep.sync.feedback import Encoding
 from ds_hybridep.sync.gradients import GradientMemory, StepChanges
 from ds_hybridep.sync.home import Home

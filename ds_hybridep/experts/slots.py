@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from ds_hybridep.errors import UnsupportedError
 from ds_hybridep.experts.partitioned import full_shape, gathered, stand_in
-from ds_hybridep.plan.cluster import flatten, unflatten
-from ds_hybridep.plan.partition import Partition
+from ds_hybridep.geometry.cluster import flatten, unflatten
+from ds_hybridep.geometry.partition import Partition
 
 
 @dataclass(frozen=True)

@@ -16,10 +16,10 @@ from ds_hybridep.experts.migration import LayerExperts, MigrationManager
 from ds_hybridep.experts.partitioned import full_shape
 from ds_hybridep.experts.replicas import Replicas
 from ds_hybridep.experts.slots import Block, lay_out
+from ds_hybridep.geometry.packets import return_depth
+from ds_hybridep.geometry.partition import Partition
+from ds_hybridep.geometry.token_route import TokenExchange, build_route, choose_exchange
 from ds_hybridep.kernels import Kernels
-from ds_hybridep.plan.costs import return_depth
-from ds_hybridep.plan.partition import Partition
-from ds_hybridep.plan.token_route import TokenExchange, build_route, choose_exchange
 from ds_hybridep.sync.feedback import Encoding, no_master, no_scale
 from ds_hybridep.sync.gradients import StepChanges
 from ds_hybridep.sync.stages import connect, gather_stages

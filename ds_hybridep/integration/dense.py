@@ -20,11 +20,11 @@ from torch import Tensor
 from ds_hybridep.config import HybridEPConfig
 from ds_hybridep.errors import PlanError
 from ds_hybridep.experts.layer_spec import LayerSpec
+from ds_hybridep.geometry.partition import Partition
+from ds_hybridep.geometry.slots import Span, cut, whole
 from ds_hybridep.integration.log import log_dist
 from ds_hybridep.integration.norms import GradientNorms
 from ds_hybridep.integration.patches import BF16_MODULE, ENGINE, ZERO_MODULE, ZERO_OPTIMIZER, Patches
-from ds_hybridep.plan.partition import Partition
-from ds_hybridep.plan.slots import Span, cut, whole
 from ds_hybridep.sync.dense import GroupSync
 from ds_hybridep.transport.job import group_ranks
 

@@ -18,11 +18,11 @@ from ds_hybridep.adaptive.rates import expert_params, measure_experts
 from ds_hybridep.config import AUTO, HybridEPConfig
 from ds_hybridep.experts.migration import LayerExperts
 from ds_hybridep.experts.replicas import parts_of_hot
+from ds_hybridep.geometry.hot import ROWS_ONLY, HotCosts, choose_hot, rank_loads
+from ds_hybridep.geometry.packets import COMPACT_BYTES
+from ds_hybridep.geometry.token_route import build_route
 from ds_hybridep.integration.build import PlannedLayer
 from ds_hybridep.integration.log import warn_once
-from ds_hybridep.plan.costs import COMPACT_BYTES, ranks_below
-from ds_hybridep.plan.hot import ROWS_ONLY, HotCosts, choose_hot, rank_loads
-from ds_hybridep.plan.token_route import build_route
 from ds_hybridep.sync.messages import MessageLayout, PacketPart
 from ds_hybridep.sync.undelivered import Undelivered, collect
 from ds_hybridep.tokens.layer import HeldExperts, HybridMoE
@@ -285,7 +285,7 @@ class HotExperts:
             free_bytes, _ = memory_left(spec.sample.device, ranks_on_host(probe))
             left = min(row[0] for row in probe.table([free_bytes]))
             limit = math.floor(MEMORY_SHARE * left / self._bytes_of_one)
-        rate = (cluster.levels[at].link.bandwidth_bytes_per_s or math.inf) / ranks_below(cluster)[at]
+        rate = (cluster.levels[at].link.bandwidth_bytes_per_s or math.inf) / cluster.ranks_below[at]
         travels = next(iter(self.layers.values())).travel_bytes * rates.wire_factor
         return limit, HotCosts(row_s=6.0 * expert_params(spec) / rates.flops_per_s, copy_s=travels / rate)
 

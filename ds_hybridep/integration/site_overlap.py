@@ -15,10 +15,10 @@ import torch
 from deepspeed.accelerator import get_accelerator
 from torch import Tensor
 
+from ds_hybridep.geometry.slots import Span
 from ds_hybridep.integration.owned import Owned
 from ds_hybridep.integration.patches import ZERO_OPTIMIZER, Patches
 from ds_hybridep.kernels import Kernels
-from ds_hybridep.plan.slots import Span
 from ds_hybridep.sites.exchange import Crossing
 from ds_hybridep.sites.packets import OwnedSlice, Packets
 

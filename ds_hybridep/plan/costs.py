@@ -5,23 +5,15 @@ import math
 from functools import lru_cache
 from typing import Literal
 
-from ds_hybridep.plan.cluster import Cluster
+from ds_hybridep.geometry.packets import COMPACT_BYTES, Part, return_depth
+from ds_hybridep.geometry.slots import part_of
 from ds_hybridep.plan.layout import IDENTITY, Layout
-from ds_hybridep.plan.packets import Part
 from ds_hybridep.plan.routing import experts_per_rank, routing_of
-from ds_hybridep.plan.slots import part_of
 from ds_hybridep.plan.workload import MASTER_BYTES, Workload
 
 HOST_BYTES_PER_S = 50e9  # between a GPU and the host's memory, for state that the host keeps
-RETURNING_BYTES = 2**28  # of gradients on their way back: more than fits on a long link at a time
-COMPACT_BYTES = 161 * 2 / 128  # of an element in the compact form, which takes 161 words for 128 elements
 
 Way = Literal["weights", "gradients"]  # weights go to the replicas, gradients come back
-
-
-def ranks_below(cluster: Cluster) -> tuple[int, ...]:
-    """Ranks that share one uplink of each level."""
-    return tuple(math.prod(cluster.sizes[level + 1 :]) for level in range(len(cluster.levels)))
 
 
 def row_counts(layout: Layout, workload: Workload) -> tuple[float, ...]:
@@ -41,15 +33,6 @@ def expert_parts(workload: Workload, num_owned: int) -> tuple[Part, ...]:
     return tuple(
         part_of((num_owned, *shape) if len(shape) > 1 else (num_owned, 1, *shape)) for shape in workload.expert_tensors
     )
-
-
-def return_depth(num_layers: int, layer_bytes: float, prefetch_depth: int) -> int:
-    """Layers between the start of a gradient's return and the wait for it, if all replicas stay.
-
-    Gradients that are on their way at the same time share one delay of the link.  Until the rank has waited for them,
-    each layer needs `layer_bytes`, fp32, for the gradients that return.
-    """
-    return max(prefetch_depth, min(num_layers, int(RETURNING_BYTES // max(layer_bytes, 1))))
 
 
 def layers_in_flight(layout: Layout, workload: Workload) -> int:

@@ -16,12 +16,12 @@ import math
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
-from ds_hybridep.plan.cluster import Cluster
+from ds_hybridep.geometry.cluster import Cluster
+from ds_hybridep.geometry.slots import Shape, num_elements, shares_of
 from ds_hybridep.plan.codec_costs import patch_cost
 from ds_hybridep.plan.costs import residual_bytes
 from ds_hybridep.plan.layout import IDENTITY, CodecCost, Layout
 from ds_hybridep.plan.routing import experts_per_rank
-from ds_hybridep.plan.slots import Shape, num_elements, shares_of
 from ds_hybridep.plan.workload import Workload
 
 NARROW_BYTES = 2  # parameters of this size travel as patches over every level that encodes them

@@ -8,9 +8,9 @@ from functools import cached_property
 from typing import Literal
 
 from ds_hybridep.errors import PlanError
-from ds_hybridep.plan.cluster import Cluster
-from ds_hybridep.plan.packets import Packets, Part, part_elements
-from ds_hybridep.plan.token_route import TokenExchange
+from ds_hybridep.geometry.cluster import Cluster
+from ds_hybridep.geometry.packets import Packets, Part, part_elements
+from ds_hybridep.geometry.token_route import TokenExchange
 
 
 @dataclass(frozen=True)

@@ -4,8 +4,8 @@
 import math
 from dataclasses import dataclass
 
+from ds_hybridep.geometry.cluster import Cluster
 from ds_hybridep.plan.activations import activations_of
-from ds_hybridep.plan.cluster import Cluster
 from ds_hybridep.plan.costs import gradient_residuals, has_patches, layers_in_flight, lossy_weight_values
 from ds_hybridep.plan.held import dense_parameters, shared_experts
 from ds_hybridep.plan.layout import Layout

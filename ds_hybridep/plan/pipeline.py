@@ -17,9 +17,8 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from ds_hybridep.geometry.cluster import Cluster, known_or_assumed_bandwidths, latencies_of
 from ds_hybridep.plan.activations import activations_of
-from ds_hybridep.plan.cluster import Cluster, known_or_assumed_bandwidths, latencies_of
-from ds_hybridep.plan.costs import ranks_below
 from ds_hybridep.plan.layout import Layout, Rates
 from ds_hybridep.plan.memory import Memory, host_bytes, state_bytes
 from ds_hybridep.plan.routing import experts_per_rank, routing_of
@@ -58,7 +57,7 @@ def pipelines(
     batch_s = terms["dense_s"] + terms["experts_s"] + terms["tokens_s"] + terms["host_s"] - rates.step_s
     batch_s *= share / workload.micro_steps
     end_s = share * (terms["dense_sync_s"] + terms["expert_sync_s"]) + rates.step_s
-    border_bytes = ranks_below(cluster)[0] * workload.tokens_per_rank * workload.row_bytes  # of a micro-batch
+    border_bytes = cluster.ranks_below[0] * workload.tokens_per_rank * workload.row_bytes  # of a micro-batch
     bandwidth = known_or_assumed_bandwidths(cluster)[0] / rates.wire_factor
     transfer_s, latency_s = border_bytes / bandwidth, latencies_of(cluster)[0]
     sent = num_batches * border_bytes * min(num_stages - 1, 2)
@@ -94,7 +93,7 @@ def schedule_s(
 def _memory(cluster: Cluster, inside: Layout, workload: Workload, ahead: int) -> Memory:
     """Memory of the stage that needs most: the first one, which runs ahead, or the last one, which has the loss."""
     model, num_stages = workload.model, cluster.sizes[0]
-    num_ranks = ranks_below(cluster)[0]
+    num_ranks = cluster.ranks_below[0]
     share = math.ceil(model.num_moe_layers / num_stages) / model.num_moe_layers
     owned = experts_per_rank(inside, workload)
     experts = model.num_moe_layers * share * owned

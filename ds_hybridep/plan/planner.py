@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ds_hybridep.errors import PlanError
-from ds_hybridep.plan.cluster import Cluster, divisors
+from ds_hybridep.geometry.cluster import Cluster, divisors
 from ds_hybridep.plan.layout import EXACT, ExpertGroup, Layout
 from ds_hybridep.plan.memory import Memory
 from ds_hybridep.plan.question import Question

@@ -17,8 +17,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal, get_args
 
-from ds_hybridep.plan.cluster import Cluster, latencies_of
-from ds_hybridep.plan.costs import ranks_below
+from ds_hybridep.geometry.cluster import Cluster, latencies_of
 from ds_hybridep.plan.layout import Layout
 
 Kind = Literal["tokens", "expert_weights", "expert_gradients", "dense_sync", "expert_sync"]
@@ -90,7 +89,7 @@ class MessageStage:
 
         chances: by level, that a token goes to a given peer at that distance, a mean over the busiest uplink's ranks.
         """
-        sizes, below = cluster.sizes, ranks_below(cluster)
+        sizes, below = cluster.sizes, cluster.ranks_below
         rows, chances = row_bytes or [0.0] * len(sizes), chances or [0.0] * len(sizes)
         uplink_bytes = [
             below[level] * peers.count(layout, sizes, level) * (fixed_bytes[level] + rows[level] * chances[level])

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from ds_hybridep.errors import PlanError
-from ds_hybridep.plan.cluster import Cluster, divisors
+from ds_hybridep.geometry.cluster import Cluster, divisors
 from ds_hybridep.plan.layout import BY_DEEPSPEED, IDENTITY, ExpertGroup, Layout, LevelCodecs, Rates, SyncModel
 from ds_hybridep.plan.memory import Memory, memory_of
 from ds_hybridep.plan.stream_model import StepPrediction, predict

@@ -4,7 +4,7 @@
 from dataclasses import dataclass, replace
 from functools import partial
 
-from ds_hybridep.plan.cluster import Cluster
+from ds_hybridep.geometry.cluster import Cluster
 from ds_hybridep.plan.layout import Layout, LevelCodecs
 from ds_hybridep.plan.memory import Memory, memory_of
 from ds_hybridep.plan.pipeline import pipelines

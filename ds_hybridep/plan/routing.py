@@ -13,11 +13,11 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
 from ds_hybridep.errors import PlanError
+from ds_hybridep.geometry.cluster import flatten, unflatten
+from ds_hybridep.geometry.hot import ROWS_ONLY, HotCosts, choose_hot, rank_loads, step_s
+from ds_hybridep.geometry.token_route import TokenExchange, chance_needed
 from ds_hybridep.plan import choices
-from ds_hybridep.plan.cluster import flatten, unflatten
-from ds_hybridep.plan.hot import ROWS_ONLY, HotCosts, choose_hot, rank_loads, step_s
 from ds_hybridep.plan.layout import Layout
-from ds_hybridep.plan.token_route import TokenExchange, chance_needed
 from ds_hybridep.plan.workload import Workload
 
 COPIES_ONLY = HotCosts(row_s=0.0, copy_s=1.0)

@@ -10,15 +10,15 @@ agree that all have all packets.  Source: sites/exchange.py, sites/packets.py.
 
 from dataclasses import dataclass, replace
 
-from ds_hybridep.plan.cluster import Cluster, known_or_assumed_bandwidths, latencies_of
-from ds_hybridep.plan.costs import HOST_BYTES_PER_S, ranks_below, residual_bytes
+from ds_hybridep.geometry.cluster import Cluster, known_or_assumed_bandwidths, latencies_of
+from ds_hybridep.geometry.packets import MOST_LEAVES
+from ds_hybridep.plan.costs import HOST_BYTES_PER_S, residual_bytes
 from ds_hybridep.plan.held import Held, dense_parameters, shared_experts
 from ds_hybridep.plan.layout import IDENTITY, Layout, LevelCodecs, Rates
 from ds_hybridep.plan.memory import Memory, memory_of
 from ds_hybridep.plan.stream_model import StepPrediction
 from ds_hybridep.plan.workload import MASTER_BYTES, Workload
 
-MOST_LEAVES = 16  # in which gradients leave; what leaves last is not hidden
 BACKWARD_SHARE = 2 / 3  # of the time that a micro-step computes
 OUTER_VALUES = 2  # fp32 numbers for each owned parameter with local steps: common weights and outer momentum
 TRIPS = 2  # one-way latencies in an exchange: packets, and the agreement
@@ -58,7 +58,7 @@ def sites_of(
         plain = one.slot_bytes(IDENTITY)
         coded_bytes += one.slot_bytes(codec)
         codec_s += plain / codec.encode_bytes_per_s + num_sites * plain / codec.decode_bytes_per_s
-    uplink_bytes = (num_sites - 1) * ranks_below(cluster)[0] * coded_bytes / every
+    uplink_bytes = (num_sites - 1) * cluster.ranks_below[0] * coded_bytes / every
     transfer_s = uplink_bytes * rates.wire_factor / known_or_assumed_bandwidths(cluster)[0]
     hidden_s = 0.0
     if every == 1 and workload.zero_stage == 2:

@@ -13,7 +13,7 @@ from collections import defaultdict, deque
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from ds_hybridep.plan.cluster import Cluster, known_or_assumed_bandwidths
+from ds_hybridep.geometry.cluster import Cluster, known_or_assumed_bandwidths
 from ds_hybridep.plan.layout import Layout, Rates, SyncModel
 from ds_hybridep.plan.program import KINDS, Kind, Message, MessageStage, Post, Program, Run, Wait
 from ds_hybridep.plan.step import step_program

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from ds_hybridep.plan.cluster import BITS_PER_BYTE, MS_PER_S, Level, known_or_assumed_bandwidths
+from ds_hybridep.geometry.cluster import BITS_PER_BYTE, MS_PER_S, Level, known_or_assumed_bandwidths
 from ds_hybridep.plan.hot_gain import hot_gain
 from ds_hybridep.plan.layout import EXACT, Layout
 from ds_hybridep.plan.memory import Memory

@@ -4,7 +4,7 @@
 import math
 from dataclasses import dataclass
 
-from ds_hybridep.plan.cluster import Cluster, latencies_of
+from ds_hybridep.geometry.cluster import Cluster, latencies_of
 from ds_hybridep.plan.costs import HOST_BYTES_PER_S
 from ds_hybridep.plan.held import Held
 from ds_hybridep.plan.layout import IDENTITY, Layout, SyncModel

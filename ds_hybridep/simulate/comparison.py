@@ -8,7 +8,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import track
 
-from ds_hybridep.plan.cluster import Cluster
+from ds_hybridep.geometry.cluster import Cluster
 from ds_hybridep.plan.layout import Layout
 from ds_hybridep.plan.planner import make_plan
 from ds_hybridep.plan.question import Question

@@ -4,7 +4,7 @@
 from dataclasses import dataclass
 
 from ds_hybridep.errors import PlanError
-from ds_hybridep.plan.cluster import Cluster
+from ds_hybridep.geometry.cluster import Cluster
 from ds_hybridep.plan.layout import Layout, Rates, SyncModel
 from ds_hybridep.plan.routing import experts_per_rank
 from ds_hybridep.plan.workload import Workload

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ds_hybridep.errors import PlanError
-from ds_hybridep.plan.cluster import Cluster, flatten, known_or_assumed_bandwidths
+from ds_hybridep.geometry.cluster import Cluster, flatten, known_or_assumed_bandwidths
 from ds_hybridep.plan.program import Kind, Peers, peers_in
 from ds_hybridep.plan.routing import routing_of
 from ds_hybridep.plan.step import step_program

@@ -8,8 +8,8 @@ from functools import cached_property
 
 import numpy as np
 
+from ds_hybridep.geometry.cluster import Cluster, unflatten
 from ds_hybridep.plan import routing as planned
-from ds_hybridep.plan.cluster import Cluster, unflatten
 from ds_hybridep.plan.layout import Layout
 from ds_hybridep.plan.program import MessageStage, Peers, PlacePart
 from ds_hybridep.simulate.classes import RankClasses

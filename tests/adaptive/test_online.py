@@ -16,7 +16,7 @@ from ds_hybridep.adaptive.pulse import StepWatch
 from ds_hybridep.adaptive.rates import assumed_patch
 from ds_hybridep.config import parse_config
 from ds_hybridep.config_codecs import PATCH
-from ds_hybridep.plan.cluster import Cluster, Level, LinkSpeed
+from ds_hybridep.geometry.cluster import Cluster, Level, LinkSpeed
 from ds_hybridep.plan.costs import row_counts
 from ds_hybridep.plan.layout import IDENTITY, CodecCost, Rates
 from ds_hybridep.plan.stream_model import StepPrediction

@@ -16,7 +16,7 @@ from ds_hybridep.config import AdvancedConfig, HybridEPConfig, LevelConfig, pars
 from ds_hybridep.config_codecs import IDENTITY, PATCH, describe_codec, recommended_codecs
 from ds_hybridep.config_messages import MINIMAL_BLOCK
 from ds_hybridep.errors import ConfigError, PlanError
-from ds_hybridep.plan.cluster import Cluster, Level, LinkSpeed
+from ds_hybridep.geometry.cluster import Cluster, Level, LinkSpeed
 
 DC = {"name": "dc", "size": 2, "bandwidth_gbps": 1.0, "latency_ms": 20, "domain_size": 2}
 GPU = {"name": "gpu", "size": 4}

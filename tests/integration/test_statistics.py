@@ -8,9 +8,9 @@ import torch
 
 from ds_hybridep.commands.record import format_run_record
 from ds_hybridep.config import parse_config
+from ds_hybridep.geometry.partition import Partition
 from ds_hybridep.integration.build import PlannedLayer, describe
 from ds_hybridep.integration.statistics import monitor_events, summarize
-from ds_hybridep.plan.partition import Partition
 
 RECORD: dict[str, Any] = {
     "steps": 10,

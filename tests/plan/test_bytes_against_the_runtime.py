@@ -9,12 +9,12 @@ from counted_bytes import ACCUMULATION, TOY, counted_in_one_step, counted_with_h
 from parity import Case
 from process_pool import ProcessPool
 
-from ds_hybridep.plan.cluster import Cluster, Level
-from ds_hybridep.plan.codec_costs import codec_cost
+from ds_hybridep.geometry.cluster import Cluster, Level
+from ds_hybridep.geometry.row_format import record_bytes
+from ds_hybridep.plan.codec_costs import codec_cost, token_codec
 from ds_hybridep.plan.costs import row_counts
 from ds_hybridep.plan.layout import IDENTITY, ExpertGroup, Layout, LevelCodecs, Rates
 from ds_hybridep.plan.routing import routing_of
-from ds_hybridep.plan.row_format import record_bytes, token_codec
 from ds_hybridep.plan.stream_model import predict
 from ds_hybridep.plan.workload import Workload
 

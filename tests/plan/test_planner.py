@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from ds_hybridep.commands.question import add_arguments, read_question
 from ds_hybridep.config import parse_config
 from ds_hybridep.errors import PlanError
-from ds_hybridep.plan.cluster import Cluster, Level, LinkSpeed
+from ds_hybridep.geometry.cluster import Cluster, Level, LinkSpeed
 from ds_hybridep.plan.hot_gain import hot_gain
 from ds_hybridep.plan.layout import BY_DEEPSPEED, IDENTITY, CodecCost, ExpertGroup, LevelCodecs, Rates
 from ds_hybridep.plan.model_sizes import model_from_mapping

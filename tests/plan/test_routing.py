@@ -9,11 +9,11 @@ import pytest
 from plan_cases import TOY, cluster_of, layout_of, toy
 
 from ds_hybridep.errors import PlanError
+from ds_hybridep.geometry.hot import LEAST_GAIN, TIE, rank_loads
+from ds_hybridep.geometry.partition import Partition
 from ds_hybridep.plan.choices import shares_of, skewed_loads, skewed_weights, weights_of
 from ds_hybridep.plan.costs import gradient_messages, gradient_residuals, gradients_sent, row_counts
-from ds_hybridep.plan.hot import LEAST_GAIN, TIE, rank_loads
 from ds_hybridep.plan.layout import CodecCost, LevelCodecs, Rates
-from ds_hybridep.plan.partition import Partition
 from ds_hybridep.plan.routing import routing_of
 from ds_hybridep.plan.stream_model import predict
 

@@ -5,11 +5,12 @@ from dataclasses import replace
 
 import pytest
 
-from ds_hybridep.plan.cluster import Cluster, Level, LinkSpeed
+from ds_hybridep.geometry.cluster import Cluster, Level, LinkSpeed
+from ds_hybridep.geometry.packets import MOST_LEAVES
 from ds_hybridep.plan.layout import CodecCost, LevelCodecs, Rates
 from ds_hybridep.plan.planner import make_plan
 from ds_hybridep.plan.question import Question
-from ds_hybridep.plan.sites import BACKWARD_SHARE, MOST_LEAVES
+from ds_hybridep.plan.sites import BACKWARD_SHARE
 from ds_hybridep.plan.summary import describe
 from ds_hybridep.plan.workload import MoEModel, Workload
 

@@ -10,9 +10,10 @@ from hypothesis import strategies as st
 from plan_cases import TOY, cases, cluster_of, layout_of, toy
 
 from ds_hybridep.errors import PlanError
-from ds_hybridep.plan import costs
-from ds_hybridep.plan.cluster import Cluster, Level, LinkSpeed
-from ds_hybridep.plan.costs import COMPACT_BYTES, HOST_BYTES_PER_S, ranks_below, row_counts
+from ds_hybridep.geometry import packets
+from ds_hybridep.geometry.cluster import Cluster, Level, LinkSpeed
+from ds_hybridep.geometry.packets import COMPACT_BYTES
+from ds_hybridep.plan.costs import HOST_BYTES_PER_S, row_counts
 from ds_hybridep.plan.layout import BY_DEEPSPEED, CodecCost, ExpertGroup, Layout, LevelCodecs, Rates
 from ds_hybridep.plan.memory import memory_of
 from ds_hybridep.plan.model_sizes import model_from_mapping
@@ -87,7 +88,7 @@ def packet_bytes(layout, workload, way):
     cluster = cluster_of(2, 2)
     sent = predict(cluster, layout, workload, rates_of_toy).uplink_bytes
     totals = (kinds[f"expert_{way}"] / TOY.num_moe_layers for kinds in sent)
-    return tuple(total / below for total, below in zip(totals, ranks_below(cluster), strict=True))
+    return tuple(total / below for total, below in zip(totals, cluster.ranks_below, strict=True))
 
 
 @pytest.mark.parametrize("domain_sizes", [(2, 1), (1, 2), (2, 2)])
@@ -258,7 +259,7 @@ def test_fast_links_hide_all_but_the_first_packet(monkeypatch):
     terms = one_way(8, transfer_s=0.5, compute_s=1.0).terms_s
     assert terms["expert_weights_s"] == pytest.approx(0.0, abs=1e-6)  # computation before the first experts hides it
     assert terms["expert_gradients_s"] == pytest.approx(0.0, abs=1e-6)
-    monkeypatch.setattr(costs, "RETURNING_BYTES", 0)  # no room for what returns
+    monkeypatch.setattr(packets, "RETURNING_BYTES", 0)  # no room for what returns
     without_overlap = one_way(8, transfer_s=0.5, compute_s=1.0, prefetch_depth=0).terms_s
     assert without_overlap["expert_gradients_s"] == pytest.approx(8 * 0.5)
 
@@ -371,7 +372,7 @@ def test_what_a_replicated_parameter_takes_under_patches_and_error_feedback(monk
     # With one micro-step there are sums of the layers that leave, and new residuals of all.
     assert one.replica_bytes == owned * (2 + COMPACT_BYTES + 4 * in_flight + COMPACT_BYTES + 4 * 3 / 4)
     # What was sent last is there while the step is applied, when there are no sums and no second residuals.
-    monkeypatch.setattr(costs, "RETURNING_BYTES", 0)  # of large layers few are in flight
+    monkeypatch.setattr(packets, "RETURNING_BYTES", 0)  # of large layers few are in flight
     alone = memory_on((2, 1), CHANGES, EXACT, micro_steps=1, model=dataclasses.replace(TOY, num_moe_layers=48))
     assert alone.replica_bytes == 12 * owned * (2 + 2)
     assert many.host_bytes == 0

@@ -15,10 +15,10 @@ from training import engine_of, train
 import ds_hybridep
 from ds_hybridep.config import parse_config
 from ds_hybridep.config_codecs import IDENTITY, PATCH, CodecConfig
+from ds_hybridep.geometry.cluster import Cluster, Level
+from ds_hybridep.geometry.packets import PatchSizes, packets_of
 from ds_hybridep.plan import layout as plan
-from ds_hybridep.plan.cluster import Cluster, Level
 from ds_hybridep.plan.layout import CodecCost, ExpertGroup, Layout, LevelCodecs, Rates
-from ds_hybridep.plan.packets import PatchSizes, packets_of
 from ds_hybridep.plan.stream_model import predict
 from ds_hybridep.plan.workload import MoEModel, Workload
 from ds_hybridep.simulate.scenario import Scenario

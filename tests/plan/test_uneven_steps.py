@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from plan_cases import TOY, cases, cluster_of, layout_of, toy
 
 from ds_hybridep.errors import PlanError
-from ds_hybridep.plan.hot import TIE
+from ds_hybridep.geometry.hot import TIE
 from ds_hybridep.plan.layout import Layout, Rates
 from ds_hybridep.plan.memory import memory_of
 from ds_hybridep.plan.routing import routing_of

@@ -9,14 +9,14 @@ from hypothesis import strategies as st
 from plan_cases import TOY, cases, cluster_of, layout_of, toy
 
 from ds_hybridep.errors import PlanError
+from ds_hybridep.geometry.cluster import Cluster, LinkSpeed
+from ds_hybridep.geometry.partition import Partition
+from ds_hybridep.geometry.token_route import expected_rows
 from ds_hybridep.plan import routing as planned
-from ds_hybridep.plan.cluster import Cluster, LinkSpeed
 from ds_hybridep.plan.layout import ExpertGroup, Rates, SyncModel
-from ds_hybridep.plan.partition import Partition
 from ds_hybridep.plan.program import Peers
 from ds_hybridep.plan.routing import routing_of
 from ds_hybridep.plan.stream_model import predict
-from ds_hybridep.plan.token_route import expected_rows
 from ds_hybridep.simulate.scenario import Deviation, Scenario
 from ds_hybridep.simulate.simulator import simulate
 from ds_hybridep.simulate.traffic import Ranks, SimulatedRouting

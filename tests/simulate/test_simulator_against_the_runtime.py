@@ -9,9 +9,9 @@ from marks import slow
 from parity import Case
 from process_pool import ProcessPool
 
-from ds_hybridep.plan.cluster import Cluster, Level
+from ds_hybridep.geometry.cluster import Cluster, Level
+from ds_hybridep.geometry.token_route import expected_rows
 from ds_hybridep.plan.layout import Layout, LevelCodecs, Rates
-from ds_hybridep.plan.token_route import expected_rows
 from ds_hybridep.simulate.scenario import Scenario
 from ds_hybridep.simulate.simulator import simulate
 

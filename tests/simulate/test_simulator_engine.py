@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from paper_closed_form import PaperCase, all_gather_s, all_to_all_s
 
-from ds_hybridep.plan.cluster import Cluster, Level
+from ds_hybridep.geometry.cluster import Cluster, Level
 from ds_hybridep.plan.layout import Layout, LevelCodecs
 from ds_hybridep.plan.program import MessageStage, Peers
 from ds_hybridep.simulate.classes import merge_ranks

@@ -15,11 +15,11 @@ from torch import nn
 from ds_hybridep.config import parse_config
 from ds_hybridep.experts.partitioned import full_shape
 from ds_hybridep.experts.replicas import Replicas
+from ds_hybridep.geometry.cluster import divisors
+from ds_hybridep.geometry.packets import return_depth
+from ds_hybridep.geometry.partition import Partition
 from ds_hybridep.integration.autoep import is_autoep_layer
 from ds_hybridep.integration.build import encoding_of
-from ds_hybridep.plan.cluster import divisors
-from ds_hybridep.plan.costs import return_depth
-from ds_hybridep.plan.partition import Partition
 from ds_hybridep.sync.feedback import Encoding
 from ds_hybridep.sync.gradients import StepChanges
 from ds_hybridep.sync.stages import gather_stages
@@ -187,7 +187,7 @@ def needs_of(
 ) -> MemoryNeeds:
     """What replicas of these layers need.
 
-    depth: layers between the start of a gradient's return and the wait for it; see `plan.costs.return_depth`.
+    depth: layers between the start of a gradient's return and the wait for it; see `geometry.packets.return_depth`.
     num_levels: levels that a domain spans.
     is_on_host: the host keeps what codecs keep.
     accumulates: several micro-steps are added up, and the gradient sums of all layers wait for the last one.

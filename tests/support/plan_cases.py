@@ -6,9 +6,9 @@ import math
 
 from hypothesis import strategies as st
 
-from ds_hybridep.plan.cluster import Cluster, Level, LinkSpeed, divisors
+from ds_hybridep.geometry.cluster import Cluster, Level, LinkSpeed, divisors
+from ds_hybridep.geometry.packets import BlockwiseSizes
 from ds_hybridep.plan.layout import IDENTITY, CodecCost, Layout, LevelCodecs, Rates
-from ds_hybridep.plan.packets import BlockwiseSizes
 from ds_hybridep.plan.workload import MoEModel, Workload
 
 TOY = MoEModel(
