@@ -22,7 +22,6 @@ from ds_hybridep.config_codecs import (
     TokenCodec,
     TokenCodecConfig,
     WeightCodec,
-    describe_codec,
     recommended_codecs,
 )
 from ds_hybridep.config_messages import MINIMAL_BLOCK, cut, explain, shown
@@ -244,7 +243,7 @@ class HybridEPConfig(Settings):
         """A line for each kind of payload and level that is encoded, for the log."""
         # If DeepSpeed sums dense parameters, only traffic of domains and hot experts is encoded on a level.
         return tuple(
-            f"{kind.replace('_', ' ')}s {describe_codec(codec)} over {level.name}"
+            f"{kind.replace('_', ' ')}s {codec.name} over {level.name}"
             for kind in CodecSet._fields
             for level in self.levels
             if (codec := getattr(level.all_codecs, kind)) != IDENTITY

@@ -41,6 +41,17 @@ class CodecConfig(Settings):
     type: str
 
     @property
+    def name(self) -> str:
+        """The codec with its options, for people; different for different settings."""
+        words = [self.type]
+        for key in sorted(self.spec.keys() - {"type"}):
+            value = getattr(self, key)
+            if isinstance(value, CodecConfig):
+                value = value.name
+            words.append(f"{key} {value:g}" if isinstance(value, float) else f"{key} {value}")
+        return " ".join(words)
+
+    @property
     def spec(self) -> dict[str, Any]:
         """The settings as JSON values, without those at their default."""
         return self.model_dump(mode="json", exclude_defaults=True)
@@ -112,17 +123,6 @@ TokenCodec = Annotated[TokenCodecConfig, BeforeValidator(_named)]
 IDENTITY = IdentityConfig(type="identity")
 AUTO_CODEC = AutoConfig(type="auto")
 PATCH = PatchConfig(type="patch")
-
-
-def describe_codec(codec: CodecConfig) -> str:
-    """A codec with its options, for people; different for different settings."""
-    words = [codec.type]
-    for key in sorted(codec.spec.keys() - {"type"}):
-        value = getattr(codec, key)
-        if isinstance(value, CodecConfig):
-            value = describe_codec(value)
-        words.append(f"{key} {value:g}" if isinstance(value, float) else f"{key} {value}")
-    return " ".join(words)
 
 
 class CodecSet(NamedTuple):

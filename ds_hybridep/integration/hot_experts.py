@@ -194,6 +194,7 @@ class HotExperts:
             for layer, planned in layers
             if planned.hot_level is not None
         }
+        self._hot = next((planned.plan.hot for _, planned in layers if planned.plan.hot is not None), None)
         self._groups: dict[tuple[int, ...], list[HotLayer]] = {}
         for one in self.layers.values():
             self._groups.setdefault(one.spec.group_ranks, []).append(one)
@@ -249,9 +250,9 @@ class HotExperts:
 
     def _limit(self) -> int | None:
         """Return the most hot experts of a layer by the settings; None if the free memory is to say it."""
-        at = self._config.hot_level
-        assert at is not None
-        wanted, gigabytes = self._config.levels[at].hot_experts, self._config.levels[at].hot_memory_gb
+        assert self._hot is not None
+        at, wanted = self._hot.level, self._hot.most
+        gigabytes = self._config.levels[at].hot_memory_gb
         if gigabytes is None:
             return None if wanted == AUTO else int(wanted)
         fitting = math.floor(gigabytes * 1e9 / self._bytes_of_one)
@@ -270,9 +271,9 @@ class HotExperts:
 
     def _measure(self) -> tuple[int, HotCosts]:
         """Return the most hot experts of a layer, and what decides whether they pay."""
-        at, limit, spec = self._config.hot_level, self._limit(), next(iter(self.layers.values())).spec
-        assert at is not None
-        if self._config.levels[at].hot_experts != AUTO:
+        assert self._hot is not None
+        at, limit, spec = self._hot.level, self._limit(), next(iter(self.layers.values())).spec
+        if self._hot.most != AUTO:
             assert limit is not None
             return limit, ROWS_ONLY
         probe = LinkProbe(self._transport, spec.sample.device)
@@ -293,12 +294,8 @@ class HotExperts:
 
     def follow(self, earlier: "HotExperts") -> None:
         """Go on with what an earlier plan has measured."""
-        at = self._config.hot_level
-        if (
-            at is not None
-            and at == earlier._config.hot_level
-            and self._config.levels[at] == earlier._config.levels[at]
-        ):
+        hot, levels = self._hot, self._config.levels
+        if hot is not None and hot == earlier._hot and levels[hot.level] == earlier._config.levels[hot.level]:
             self._limit_and_costs = earlier._limit_and_costs
         for name, one in self.layers.items():
             if name in earlier.layers:

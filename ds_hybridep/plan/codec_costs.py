@@ -21,7 +21,7 @@ from ds_hybridep.geometry.packets import (
     part_elements,
 )
 from ds_hybridep.geometry.row_format import RowFormat, record_bytes
-from ds_hybridep.plan.layout import IDENTITY, CodecCost
+from ds_hybridep.plan.rates import IDENTITY, CodecCost
 
 MEMORY_BYTES_PER_S = 0.5 * 3.35e12
 PRODUCT_FLOPS_PER_S = 0.5 * 67e12

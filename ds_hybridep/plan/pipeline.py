@@ -19,8 +19,9 @@ from dataclasses import dataclass
 
 from ds_hybridep.geometry.cluster import Cluster, known_or_assumed_bandwidths, latencies_of
 from ds_hybridep.plan.activations import activations_of
-from ds_hybridep.plan.layout import Layout, Rates
 from ds_hybridep.plan.memory import Memory, host_bytes, state_bytes
+from ds_hybridep.plan.plan import PricedPlan
+from ds_hybridep.plan.rates import Rates
 from ds_hybridep.plan.routing import experts_per_rank, routing_of
 from ds_hybridep.plan.stream_model import StepPrediction
 from ds_hybridep.plan.workload import Workload
@@ -43,11 +44,11 @@ class Pipeline:
 
 
 def pipelines(
-    cluster: Cluster, inside: Layout, workload: Workload, rates: Rates, whole: StepPrediction
+    cluster: Cluster, inside: PricedPlan, workload: Workload, rates: Rates, whole: StepPrediction
 ) -> Iterator[Pipeline]:
     """Yield the pipelines that begin with as many forwards as 1F1B, twice and three times as many.
 
-    inside: layout of one child of level 0.  whole: step of that child alone, with all layers.
+    inside: plan of one child of level 0.  whole: step of that child alone, with all layers.
     """
     num_stages, layers = cluster.sizes[0], workload.model.num_moe_layers
     num_batches = num_stages * workload.micro_steps
@@ -90,7 +91,7 @@ def schedule_s(
     return back_s + rounds * max(back_s, in_flight * pace_s) + rest * pace_s
 
 
-def _memory(cluster: Cluster, inside: Layout, workload: Workload, ahead: int) -> Memory:
+def _memory(cluster: Cluster, inside: PricedPlan, workload: Workload, ahead: int) -> Memory:
     """Memory of the stage that needs most: the first one, which runs ahead, or the last one, which has the loss."""
     model, num_stages = workload.model, cluster.sizes[0]
     num_ranks = cluster.ranks_below[0]

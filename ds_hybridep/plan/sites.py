@@ -14,8 +14,9 @@ from ds_hybridep.geometry.cluster import Cluster, known_or_assumed_bandwidths, l
 from ds_hybridep.geometry.packets import MOST_LEAVES
 from ds_hybridep.plan.costs import HOST_BYTES_PER_S, residual_bytes
 from ds_hybridep.plan.held import Held, dense_parameters, shared_experts
-from ds_hybridep.plan.layout import IDENTITY, Layout, LevelCodecs, Rates
 from ds_hybridep.plan.memory import Memory, memory_of
+from ds_hybridep.plan.plan import CodecCosts, PricedPlan
+from ds_hybridep.plan.rates import IDENTITY, Rates
 from ds_hybridep.plan.stream_model import StepPrediction
 from ds_hybridep.plan.workload import MASTER_BYTES, Workload
 
@@ -41,12 +42,12 @@ class Sites:
 
 
 def sites_of(
-    cluster: Cluster, alone: Cluster, inside: Layout, workload: Workload, rates: Rates, codecs: LevelCodecs,
+    cluster: Cluster, alone: Cluster, inside: PricedPlan, workload: Workload, rates: Rates, codecs: CodecCosts,
     whole: StepPrediction, every: int,
 ) -> Sites:  # fmt: skip
     """Price sites.
 
-    alone: one child of level 0.  inside: the layout of the job in it.  whole: a step of that job.
+    alone: one child of level 0.  inside: the plan of the job in it.  whole: a step of that job.
     codecs: between sites.  every: 1, or H of local steps.
 
     Under ZeRO 2, gradients leave while the last backward runs.
@@ -81,7 +82,7 @@ def sites_of(
     )
 
 
-def _kept_bytes(held: tuple[Held, Held], workload: Workload, codecs: LevelCodecs, every: int) -> float:
+def _kept_bytes(held: tuple[Held, Held], workload: Workload, codecs: CodecCosts, every: int) -> float:
     """Bytes of residuals, of new ones until the step is applied, and of the outer state, of what a rank owns."""
     outer = OUTER_VALUES * MASTER_BYTES if every > 1 else 0
     num_bytes = 0.0

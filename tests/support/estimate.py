@@ -20,6 +20,7 @@ from ds_hybridep.geometry.packets import return_depth
 from ds_hybridep.geometry.partition import Partition
 from ds_hybridep.integration.autoep import is_autoep_layer
 from ds_hybridep.integration.build import encoding_of
+from ds_hybridep.plan.plan import plan_of
 from ds_hybridep.sync.feedback import Encoding
 from ds_hybridep.sync.gradients import StepChanges
 from ds_hybridep.sync.stages import gather_stages
@@ -149,9 +150,10 @@ def needs_of_layers(
     """By domain sizes; expert-parallel groups are consecutive ranks."""
     itemsize = next(layers[0][0].parameters()).element_size()
     config = parse_config(block, world_size=world_size).with_dtype(itemsize)
-    cluster, encoding = config.cluster(), encoding_of(config)
+    cluster = config.cluster()
     alone = (1,) * len(cluster.levels)
     spans = [Partition.build(cluster, range(ep), alone).spans for _, _, ep in layers]
+    encoding = encoding_of(plan_of(config, spans[0], "direct"), config.advanced.kernels)
     common = [math.gcd(*level_spans) for level_spans in zip(*spans, strict=True)]
     needs: dict[DomainSizes, MemoryNeeds] = {}
     for sizes in itertools.product(*(divisors(span) for span in common)):
