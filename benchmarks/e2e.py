@@ -23,6 +23,7 @@ from benchmarks import training
 from benchmarks.common import Records, interleaved, run_job
 from benchmarks.e2e_report import report
 from benchmarks.training import Job, Run, build, planner_of, plans_of, plans_of_hf, runtime_of, train_lm
+from ds_hybridep.adaptive.plans import label_of
 from ds_hybridep.lab.topology import LinkSpec, parse_duration
 
 __all__ = ["Job", "add_arguments", "rank", "report", "run"]
@@ -86,7 +87,7 @@ def measured_of(run: Run, blocks: dict[str, list[Any]]) -> dict[str, Any]:
         "wan_bytes_per_step": statistics.median(blocks["wan_bytes"]),
         "counted_bytes_per_step": dict(zip(KINDS, own.tolist(), strict=True)),
         "loss": run.loss, "num_steps": run.num_steps,
-        "picked": None if planner is None else planner.current.label,
+        "picked": None if planner is None else label_of(planner.current),
         "history": None if planner is None else planner.history,
         "links": [] if planner is None else planner.record(runtime_of(run.engine))["links"],
     }  # fmt: skip

@@ -15,7 +15,7 @@ from pathlib import Path
 from benchmarks.common import REPOSITORY, table
 from ds_hybridep.commands import question
 from ds_hybridep.errors import PlanError
-from ds_hybridep.plan.planner import Plan, make_plan
+from ds_hybridep.plan.planner import Answer, make_plan
 
 MODELS = ("Qwen3-30B-A3B", "Mixtral-8x7B", "gpt-oss-120b")
 TRAININGS = {"full": (), "LoRA, rank 16": ("--lora-rank", "16")}
@@ -63,7 +63,9 @@ Made by `python -m benchmarks is-it-for-you`.
 """
 
 
-def plan_of(model: str, training: str, gpus: int, zero_stage: int, gbps: int, delay: str = "10ms", *more: str) -> Plan:
+def plan_of(
+    model: str, training: str, gpus: int, zero_stage: int, gbps: int, delay: str = "10ms", *more: str
+) -> Answer:
     """gpus: of each datacentre.  Raises PlanError where nothing fits."""
     parser = argparse.ArgumentParser()
     question.add_arguments(parser)
@@ -72,10 +74,10 @@ def plan_of(model: str, training: str, gpus: int, zero_stage: int, gbps: int, de
     return make_plan(question.read_question(parser.parse_args([*arguments, *TRAININGS[training], *COMMON])))
 
 
-def over_deepspeed(plan: Plan) -> str:
+def over_deepspeed(answer: Answer) -> str:
     """How many times as fast as the faster of DeepSpeed's layouts that fit."""
-    theirs = [way.step_s for way in plan.alternatives if way.is_by_deepspeed and not way.lacking_bytes]
-    return f"{min(theirs) / plan.best.step_s:.3g}" if theirs else "does not fit"
+    theirs = [way.step_s for way in answer.alternatives if way.is_by_deepspeed and not way.lacking_bytes]
+    return f"{min(theirs) / answer.best.step_s:.3g}" if theirs else "does not fit"
 
 
 def smallest(model: str, training: str) -> tuple[int, int]:
@@ -95,15 +97,15 @@ def rows() -> Iterator[tuple[str, ...]]:
         yield (f"{model}, {training}; 2 x {gpus} GPUs, ZeRO-{zero_stage}", *cells)
 
 
-def cell(plan: Plan) -> str:
+def cell(answer: Answer) -> str:
     """Seconds, ratio, memory and name of the best plan, and what beats it."""
-    best = plan.best
+    best = answer.best
     faster = [
         f"{way.name.split(',')[0].removesuffix(' across each dc')} {best.step_s / way.step_s:.2f}"
-        for way in plan.alternatives
+        for way in answer.alternatives
         if not way.lacking_bytes and not way.is_provided and way.step_s < best.step_s * 0.99
     ]
-    figures = f"{best.step_s:.3g} s, {over_deepspeed(plan)} x, {best.memory.total_bytes / 1e9:.0f} GB"
+    figures = f"{best.step_s:.3g} s, {over_deepspeed(answer)} x, {best.memory.total_bytes / 1e9:.0f} GB"
     lines = [figures, best.label.replace("|", "/"), *([f"({', '.join(faster)})"] if faster else [])]
     return "<br>".join(lines)
 

@@ -27,8 +27,8 @@ from torch import Tensor
 from benchmarks.common import Record, Records, codec_settings, table
 from ds_hybridep.codecs import make_codec
 from ds_hybridep.errors import KernelBuildError
+from ds_hybridep.geometry.row_format import RowFormat, record_bytes
 from ds_hybridep.kernels import RoutePlan, load_kernels
-from ds_hybridep.plan.row_format import RowFormat, record_bytes
 
 COPY_BYTES = 2**31  # read, and as many written
 WARM_UP, CALLS = 5, 30

@@ -24,7 +24,7 @@ import torch
 import ds_hybridep
 from benchmarks.common import Record, Records, run_job, table
 from benchmarks.training import Job, autoep, byte_model, engine_of, qwen3_moe, runtime_of, train_lm, train_step
-from ds_hybridep.plan import costs
+from ds_hybridep.geometry import packets
 
 __all__ = ["Job", "add_arguments", "rank", "report", "run"]
 
@@ -108,7 +108,7 @@ def measure(layers: str, row: str, accumulation: int) -> dict[str, int]:
 
 
 def rank(args: argparse.Namespace, job: Job) -> None:
-    costs.RETURNING_BYTES = 0
+    packets.RETURNING_BYTES = 0
     for layers in args.layers:
         measure(layers, "no replicas", 1)  # what is made once
         for accumulation in args.accumulations:

@@ -25,13 +25,14 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common import Record, Records, read_records, table
+from ds_hybridep.geometry.cluster import Cluster, Level, LinkSpeed
+from ds_hybridep.geometry.partition import Partition
+from ds_hybridep.geometry.token_route import choose_exchange
 from ds_hybridep.lab.topology import parse_rate
 from ds_hybridep.plan import stream_model
-from ds_hybridep.plan.cluster import Cluster, Level, LinkSpeed
-from ds_hybridep.plan.layout import IDENTITY, CodecCost, Layout, LevelCodecs, Rates, SyncModel
-from ds_hybridep.plan.partition import Partition
+from ds_hybridep.plan.plan import LevelCodecs, Plan, PricedPlan
+from ds_hybridep.plan.rates import IDENTITY, CodecCost, Rates
 from ds_hybridep.plan.routing import experts_per_rank
-from ds_hybridep.plan.token_route import choose_exchange
 from ds_hybridep.plan.workload import MoEModel, Workload
 from ds_hybridep.simulate.scenario import Scenario
 from ds_hybridep.simulate.simulator import simulate
@@ -61,7 +62,7 @@ class Point:
     """One measured plan at one point of the grid; bytes are of all DC uplinks together, one direction."""
 
     params: Mapping[str, Any]
-    layout: Layout
+    priced_plan: PricedPlan
     workload: Workload
     codec: str  # of LOSSY, between DCs, or ""
     ratio: float  # exact bytes of experts over those counted
@@ -119,12 +120,13 @@ def _place(params: Mapping[str, Any]) -> tuple[Any, ...]:
 
 def _point(group: Sequence[Record]) -> Point:
     params, counted = group[0]["params"], group[0]["counted_bytes_per_step"]
-    workload, layout = _workload(params), _layout(params)
+    workload, priced_plan = _workload(params), _priced_plan(params)
     codec = next((name for name in LOSSY if name in params["plan"]), "")
-    exact_bytes = workload.model.num_moe_layers * experts_per_rank(layout, workload) * workload.expert_travel_bytes
-    exact_bytes *= math.prod(layout.spans) * (layout.domain_sizes[0] - 1)
+    num_owned = workload.model.num_moe_layers * experts_per_rank(priced_plan, workload)
+    exact_bytes = num_owned * workload.expert_travel_bytes
+    exact_bytes *= math.prod(priced_plan.spans) * (priced_plan.domain_sizes[0] - 1)
     return Point(
-        params, layout, workload, codec, exact_bytes / counted["expert_weights"] if codec else 1.0,
+        params, priced_plan, workload, codec, exact_bytes / counted["expert_weights"] if codec else 1.0,
         step_s=statistics.median(seconds for record in group for seconds in record["step_s"]),
         wan_bytes=statistics.median(record["wan_bytes_per_step"] for record in group), counted=counted,
     )  # fmt: skip
@@ -149,7 +151,7 @@ def _workload(params: Mapping[str, Any]) -> Workload:
     )  # fmt: skip
 
 
-def _layout(params: Mapping[str, Any]) -> Layout:
+def _priced_plan(params: Mapping[str, Any]) -> PricedPlan:
     plan, sizes = params["plan"], tuple(int(size) for size in params["dcs"].split("x"))
     is_ours = plan.startswith("hybridep [")  # tokens go our way
     domain_sizes = tuple(json.loads(plan.split()[1].rstrip(","))) if is_ours else (1,) * len(sizes)
@@ -159,9 +161,9 @@ def _layout(params: Mapping[str, Any]) -> Layout:
         partition, num_experts=params["experts"], top_k=params["top_k"], row_bytes=params["hidden"] * 4,
         num_tokens=CHOSEN_FOR_TOKENS,
     )  # fmt: skip
-    return Layout(
+    return Plan(
         spans=(1, *sizes[1:]) if plan == INSIDE else sizes, domain_sizes=domain_sizes,
-        codecs=(LevelCodecs(),) * len(sizes), exchange=exchange, is_padded=not is_ours,
+        codecs=(LevelCodecs(),) * len(sizes), token_exchange=exchange if is_ours else "deepspeed",
     )  # fmt: skip
 
 
@@ -179,7 +181,7 @@ def scenario_of(point: Point, fitted: Fitted, row_scale: float = 1.0) -> Scenari
         scaled = {name: value * factor for name, value in fitted.items() if name.endswith("_s")}
         fitted = {**fitted, **scaled, "flops_per_s": fitted["flops_per_s"] / factor}
     if point.codec:
-        own_bytes = experts_per_rank(point.layout, workload) * workload.expert_travel_bytes
+        own_bytes = experts_per_rank(point.priced_plan, workload) * workload.expert_travel_bytes
         speed = own_bytes / max(fitted[f"{point.codec}_s"], 1e-12)
         codec = CodecCost(point.codec, point.ratio, speed, speed / LOSSY[point.codec])
     crowding = fitted["crowding"] if point.sizes[0] > 2 else 1.0
@@ -191,15 +193,17 @@ def scenario_of(point: Point, fitted: Fitted, row_scale: float = 1.0) -> Scenari
     message_s = fitted["message_s"]
     return Scenario(
         cluster=Cluster(tuple(levels)), workload=workload,
-        layout=replace(point.layout, codecs=(LevelCodecs(weight=codec, gradient=codec), *point.layout.codecs[1:])),
+        plan=replace(
+            point.priced_plan, dense_sync="deepspeed" if point.is_ring else "hierarchical",
+            codecs=(LevelCodecs(weight=codec, gradient=codec), *point.priced_plan.codecs[1:]),
+        ),
         rates=Rates(
             flops_per_s=flops_per_s, expert_flops_per_s=expert_flops_per_s, layer_s=fitted["layer_s"],
             expert_call_s=fitted["expert_call_s"], exchange_s=message_s, all_to_all_s=message_s, packet_s=message_s,
             step_s=fitted["step_s"], overlap=max(fitted["overlap"], 1e-3), wire_factor=WIRE_FACTOR * crowding,
+            # Rings are no exchange.
+            sync_factor=fitted.get("sync_factor", 1.0) / crowding if point.is_ring else 1.0,
         ),
-        # Rings are no exchange.
-        sync=SyncModel(algorithm="ring", factor=fitted.get("sync_factor", 1.0) / crowding)
-        if point.is_ring else SyncModel(),
     )  # fmt: skip
 
 
@@ -213,7 +217,7 @@ def simulated_s(point: Point, fitted: Fitted, row_scale: float = 1.0) -> float:
 def predicted_s(point: Point, fitted: Fitted, row_scale: float = 1.0) -> float:
     """In a thirtieth of the simulator's time."""
     one = scenario_of(point, fitted, row_scale)
-    return stream_model.predict(one.cluster, one.layout, one.workload, one.rates, one.sync).step_s
+    return stream_model.predict(one.cluster, one.plan, one.workload, one.rates).step_s
 
 
 def row_scale_of(point: Point) -> float:

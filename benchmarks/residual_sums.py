@@ -24,7 +24,7 @@ import torch
 from benchmarks.common import Record, Records, codec_settings, table
 from ds_hybridep.codecs import make_codec
 from ds_hybridep.config_codecs import recommended_codecs
-from ds_hybridep.plan.slots import whole
+from ds_hybridep.geometry.slots import whole
 from ds_hybridep.sync.error_feedback import GradientReceiver, GradientSender
 from ds_hybridep.sync.home import Home
 from ds_hybridep.sync.messages import MessageLayout, PacketPart

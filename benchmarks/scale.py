@@ -16,10 +16,11 @@ from dataclasses import replace
 from pathlib import Path
 
 from benchmarks.common import Record, Records, new_figure, plain_numbers, save_figure, table
-from ds_hybridep.plan.cluster import Cluster, Level, LinkSpeed, divisors
-from ds_hybridep.plan.layout import BY_DEEPSPEED, CodecCost, Layout, LevelCodecs, Rates
-from ds_hybridep.plan.planner import Candidate, Plan, make_plan
+from ds_hybridep.geometry.cluster import Cluster, Level, LinkSpeed, divisors
+from ds_hybridep.plan.plan import LevelCodecs, Plan
+from ds_hybridep.plan.planner import Answer, Candidate, make_plan
 from ds_hybridep.plan.question import Question
+from ds_hybridep.plan.rates import CodecCost, Rates
 from ds_hybridep.plan.workload import MoEModel, Workload
 from ds_hybridep.simulate.scenario import Scenario
 from ds_hybridep.simulate.simulator import simulate
@@ -92,10 +93,11 @@ def paper_s(
     packet_factor: bytes that an expert takes on the link over the 0.36 MB that the table gives.
     slowness: seconds of computation over those at 125 TFLOPS.
     """
+    exchange = "deepspeed" if domains == (1, 1) else "direct"
     codecs = (packets_of(packet_factor * PAPER_PACKET_BYTES),) * 2
     scenario = Scenario(
         cluster=cluster_of(*sizes, ETHERNET),
-        layout=Layout(spans=sizes, domain_sizes=domains, codecs=codecs, is_padded=domains == (1, 1)),
+        plan=Plan(spans=sizes, domain_sizes=domains, codecs=codecs, token_exchange=exchange),
         workload=Workload(model=model_of(32), tokens_per_rank=round(token_mb * MEGA / 2 / ROW_BYTES), zero_stage=0),
         rates=Rates(flops_per_s=A800_FLOPS_PER_S / slowness, overlap=0.0),
         gathers_by_level=False,
@@ -204,7 +206,7 @@ def sweep_question(num_dcs: int, gbps: float, packet_mb: float, memory_bytes: fl
 def gain_of(num_dcs: int, domain_size: int, gbps: float, packet_mb: float) -> float:
     """Simulated speed-up over flat EP at one point of a sweep."""
     question = sweep_question(num_dcs, gbps, packet_mb)
-    flat = Layout(spans=(num_dcs,), domain_sizes=(1,), codecs=(packets_of(packet_mb * MEGA),))
+    flat = Plan(spans=(num_dcs,), domain_sizes=(1,), codecs=(packets_of(packet_mb * MEGA),))
     return step_s_of(question, flat) / step_s_of(question, replace(flat, domain_sizes=(domain_size,)))
 
 
@@ -213,8 +215,8 @@ def planner_gains(num_dcs: int, gbps: float, packet_mb: float) -> dict[str, floa
     found = {}
     for name, memory_bytes in ((UNLIMITED, None), (IN_80_GB, 80e9)):
         question = sweep_question(num_dcs, gbps, packet_mb, memory_bytes)
-        best = fastest_simulated(question, make_plan(question)).layout
-        flat = Layout(spans=(num_dcs,), domain_sizes=(1,), codecs=best.codecs)
+        best = fastest_simulated(question, make_plan(question)).plan
+        flat = Plan(spans=(num_dcs,), domain_sizes=(1,), codecs=best.codecs)
         found[name] = step_s_of(question, flat) / step_s_of(question, best)
     return found
 
@@ -310,27 +312,26 @@ def ours(num_dcs: int = 1000) -> Iterator[Record]:
 def compared(question: Question) -> Record:
     """The simulated step of the planner's choice, and its gains over flat EP, over flat EP with dense sums by level,
     and over the better of the ways that are provided and fit, with dense sums by level."""
-    plan = make_plan(question)
-    best = fastest_simulated(question, plan)
-    step_s = step_s_of(question, best.layout)
-    flat, *others = (way for way in plan.alternatives if way.layout is not None)
-    as_deepspeed = step_s_of(replace(question, sync=BY_DEEPSPEED), flat.layout)
-    fair = [step_s_of(question, way.layout) for way in others if not way.lacking_bytes]
-    gains = [as_deepspeed / step_s, step_s_of(question, flat.layout) / step_s, min(fair) / step_s]
+    answer = make_plan(question)
+    best = fastest_simulated(question, answer)
+    step_s = step_s_of(question, best.plan)
+    flat, *others = (way for way in answer.alternatives if way.plan is not None)
+    as_deepspeed = step_s_of(replace(question, dense_sync="deepspeed"), flat.plan)
+    fair = [step_s_of(question, way.plan) for way in others if not way.lacking_bytes]
+    gains = [as_deepspeed / step_s, step_s_of(question, flat.plan) / step_s, min(fair) / step_s]
     return {"plan": best.label, "step_s": step_s, "gains": gains}
 
 
-def fastest_simulated(question: Question, plan: Plan) -> Candidate:
+def fastest_simulated(question: Question, answer: Answer) -> Candidate:
     """The one with the shortest simulated step among the planner's first few that fit."""
-    fitting = [candidate for candidate in (plan.best, *plan.others[:3]) if not candidate.lacking_bytes]
-    return min(fitting, key=lambda candidate: step_s_of(question, candidate.layout))
+    fitting = [candidate for candidate in (answer.best, *answer.others[:3]) if not candidate.lacking_bytes]
+    return min(fitting, key=lambda candidate: step_s_of(question, candidate.plan))
 
 
-def step_s_of(question: Question, layout: Layout) -> float:
-    """Simulated seconds."""
-    scenario = Scenario(
-        cluster=question.cluster, layout=layout, workload=question.workload, rates=question.rates, sync=question.sync
-    )
+def step_s_of(question: Question, plan: Plan) -> float:
+    """Simulated seconds, with the sums of the question."""
+    summed = replace(plan, dense_sync=question.dense_sync)
+    scenario = Scenario(cluster=question.cluster, plan=summed, workload=question.workload, rates=question.rates)
     return simulate(scenario).step_s
 
 

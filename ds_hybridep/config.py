@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The "hybridep" block of a DeepSpeed config, checked by pydantic and kept in frozen models."""
 
+import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -21,14 +22,12 @@ from ds_hybridep.config_codecs import (
     TokenCodec,
     TokenCodecConfig,
     WeightCodec,
-    describe_codec,
     recommended_codecs,
 )
 from ds_hybridep.config_messages import MINIMAL_BLOCK, cut, explain, shown
 from ds_hybridep.errors import ConfigError
-from ds_hybridep.plan.cluster import BITS_PER_BYTE, MS_PER_S, Cluster, Level, LinkSpeed, divisors
-from ds_hybridep.plan.models import parser_of
-from ds_hybridep.plan.row_format import RowFormat
+from ds_hybridep.geometry.cluster import BITS_PER_BYTE, MS_PER_S, Cluster, Level, LinkSpeed, divisors
+from ds_hybridep.geometry.row_format import RowFormat
 
 AUTO = "auto"
 
@@ -122,7 +121,7 @@ class LevelConfig(Settings):
         return None if self.token_codec.type == "identity" else self.token_codec.type
 
     def described(self) -> Level:
-        """The level in the units of `plan`."""
+        """The level in the units of `geometry`."""
         bytes_per_s = None if self.bandwidth_gbps is None else self.bandwidth_gbps * BITS_PER_GBIT / BITS_PER_BYTE
         latency_s = None if self.latency_ms is None else self.latency_ms / MS_PER_S
         return Level(
@@ -244,7 +243,7 @@ class HybridEPConfig(Settings):
         """A line for each kind of payload and level that is encoded, for the log."""
         # If DeepSpeed sums dense parameters, only traffic of domains and hot experts is encoded on a level.
         return tuple(
-            f"{kind.replace('_', ' ')}s {describe_codec(codec)} over {level.name}"
+            f"{kind.replace('_', ' ')}s {codec.name} over {level.name}"
             for kind in CodecSet._fields
             for level in self.levels
             if (codec := getattr(level.all_codecs, kind)) != IDENTITY
@@ -255,7 +254,7 @@ class HybridEPConfig(Settings):
         )
 
     def cluster(self) -> Cluster:
-        """The levels in the units of `plan`: bytes per second and seconds."""
+        """The levels in the units of `geometry`: bytes per second and seconds."""
         return Cluster(tuple(level.described() for level in self.levels))
 
     def canonical(self) -> dict[str, Any]:
@@ -383,3 +382,21 @@ def _read_cluster_file(name: str, base_dir: str | Path) -> tuple[Path, object]:
                 f"settings to the hybridep block"
             )
     return path, content["levels"]
+
+
+def parser_of(name: str, what: str) -> Callable[[str], object]:
+    """The parser of a file's text, JSON if its name ends in .json, else YAML.  It raises ValueError for bad syntax."""
+    if name.endswith(".json"):
+        return json.loads
+    try:
+        import yaml  # only users of YAML files need the package
+    except ImportError as error:
+        raise ConfigError(f"{what} needs PyYAML; install it, or write the file as JSON") from error
+
+    def parse(text: str) -> object:
+        try:
+            return yaml.safe_load(text)
+        except yaml.YAMLError as error:
+            raise ValueError(str(error)) from error
+
+    return parse

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from ds_hybridep.config_messages import nearest, shown
-from ds_hybridep.plan.packets import LARGEST_RANK
+from ds_hybridep.geometry.packets import LARGEST_RANK
 
 DEFAULT_RATIO = 50.0  # of low rank: fp32 bytes over bytes sent
 
@@ -39,6 +39,17 @@ class CodecConfig(Settings):
     """How one kind of payload is encoded on the links of a level."""
 
     type: str
+
+    @property
+    def name(self) -> str:
+        """The codec with its options, for people; different for different settings."""
+        words = [self.type]
+        for key in sorted(self.spec.keys() - {"type"}):
+            value = getattr(self, key)
+            if isinstance(value, CodecConfig):
+                value = value.name
+            words.append(f"{key} {value:g}" if isinstance(value, float) else f"{key} {value}")
+        return " ".join(words)
 
     @property
     def spec(self) -> dict[str, Any]:
@@ -112,17 +123,6 @@ TokenCodec = Annotated[TokenCodecConfig, BeforeValidator(_named)]
 IDENTITY = IdentityConfig(type="identity")
 AUTO_CODEC = AutoConfig(type="auto")
 PATCH = PatchConfig(type="patch")
-
-
-def describe_codec(codec: CodecConfig) -> str:
-    """A codec with its options, for people; different for different settings."""
-    words = [codec.type]
-    for key in sorted(codec.spec.keys() - {"type"}):
-        value = getattr(codec, key)
-        if isinstance(value, CodecConfig):
-            value = describe_codec(value)
-        words.append(f"{key} {value:g}" if isinstance(value, float) else f"{key} {value}")
-    return " ".join(words)
 
 
 class CodecSet(NamedTuple):

@@ -13,17 +13,18 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 import psutil
 import torch
 from torch import Tensor, nn
 
-from ds_hybridep.adaptive.options import Job, Option
+from ds_hybridep.adaptive.plans import Job
 from ds_hybridep.adaptive.probe import LinkProbe
 from ds_hybridep.experts.migration import is_in_backward
-from ds_hybridep.plan.cluster import Cluster
+from ds_hybridep.geometry.cluster import Cluster
 from ds_hybridep.plan.costs import row_counts
+from ds_hybridep.plan.plan import JobPlan
 from ds_hybridep.tokens.layer import LayerStats
 from ds_hybridep.transport.channels import Transport
 from ds_hybridep.transport.streams import synchronize
@@ -38,7 +39,7 @@ class RunningPlan(Protocol):
     layer_stats: dict[str, LayerStats]
 
     @property
-    def token_exchange(self) -> Literal["direct", "hierarchical", "deepspeed"]: ...
+    def plan(self) -> JobPlan: ...
     @property
     def codec_s(self) -> float: ...
 
@@ -106,10 +107,10 @@ class JobMeter:
         self.end_s = time.perf_counter()
         return self.end_s - self.begin_s
 
-    def measure(self, runtime: RunningPlan, option: Option | None, step_s: float | None) -> float | None:
+    def measure(self, runtime: RunningPlan, plan: JobPlan | None, step_s: float | None) -> float | None:
         """Update `job` and `memory`.  Returns `step_s` of rank 0; None if that is None or no layer has trained.
 
-        option: the option that has run since `begin` or the last call.
+        plan: the plan that has run since `begin` or the last call.
         """
         before, self._counted = self._counted, self._totals(runtime)
         own = [now - earlier for now, earlier in zip(self._counted, before, strict=True)]
@@ -127,8 +128,8 @@ class JobMeter:
             is_checkpointed=recomputed > 0,
         )
         expected = 0.0
-        if option is not None and not option.layout.is_padded:
-            expected = sum(row_counts(option.layout, replace(workload, row_scale=1.0)))
+        if plan is not None and not plan.is_padded:
+            expected = sum(row_counts(plan.priced(self.job.costs), replace(workload, row_scale=1.0)))
         if row_calls and expected > 0:
             workload = replace(workload, row_scale=rows / row_calls / expected)
         self.job = replace(self.job, cluster=self._links_again(), workload=workload)
@@ -149,9 +150,9 @@ class JobMeter:
         counts += [[0, 0, 0, one.rows_sent, one.calls] for one in runtime.layer_stats.values()]
         return [sum(column) for column in zip(*counts, strict=True)]
 
-    def has_room(self, current: Option, option: Option) -> bool:
+    def has_room(self, current: JobPlan, plan: JobPlan) -> bool:
         """Whether there is memory for both plans' replicas at the change, and for the new ones in a step."""
-        new_bytes, (free_bytes, working_bytes) = self.job.memory(option).copies_bytes, self.memory
+        new_bytes, (free_bytes, working_bytes) = self.job.memory(plan).copies_bytes, self.memory
         growth_bytes = new_bytes - self.job.memory(current).copies_bytes
         return max(new_bytes, growth_bytes + working_bytes) <= ROOM_SHARE * free_bytes
 

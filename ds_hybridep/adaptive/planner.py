@@ -2,7 +2,7 @@
 """Plans a running job: one choice after a short warm-up, and a new one after a lasting change of links or work.
 
     attach    links, experts and codecs are measured; the job begins as DeepSpeed would run it
-    choice    the step of every option is predicted; the best option runs a few steps and is measured, until one stays
+    choice    the step of every plan is predicted; the best runs a few steps and is measured, until one stays
     watch     steps that become longer or shorter trigger a look, which measures the links; if links or the tokens of
               a call have changed, earlier measurements are forgotten and a new choice starts
 
@@ -21,15 +21,15 @@ from typing import Any
 
 from ds_hybridep.adaptive.chooser import HORIZON, Chooser, Look
 from ds_hybridep.adaptive.meter import JobMeter, RunningPlan
-from ds_hybridep.adaptive.options import Job, Option, open_options, settings_of
+from ds_hybridep.adaptive.plans import Job, label_of, open_plans
 from ds_hybridep.adaptive.probe import LinkProbe, probe_links
 from ds_hybridep.adaptive.pulse import TRIAL_STEPS, WARM_UP_STEPS, Pulse, StepWatch
 from ds_hybridep.adaptive.rates import codec_costs, expert_params, measure_experts
 from ds_hybridep.config import AUTO, HybridEPConfig
 from ds_hybridep.errors import UnsupportedError
 from ds_hybridep.experts.layer_spec import LayerSpec, check_experts
-from ds_hybridep.plan.partition import Partition
-from ds_hybridep.plan.row_format import token_codec
+from ds_hybridep.geometry.partition import Partition
+from ds_hybridep.plan.plan import JobPlan, settings_of
 from ds_hybridep.plan.summary import level_settings
 from ds_hybridep.plan.workload import Workload
 from ds_hybridep.transport.agreement import agree, announcing_failure, together
@@ -75,20 +75,14 @@ class JobPlanner:
             made.callback(self._transport.close)
             self._probe = LinkProbe(self._transport, device)
             cluster = probe_links(self._probe, limit_s=PROBE_LIMIT_S, only_unknown=True)
-            job = Job(cluster, workload, measure_experts(spec, self._probe, cluster))
-            param_bytes = spec.sample.element_size()
-            options = open_options(
-                config,
-                spans=spans,
-                codecs=codec_costs(config, spec, workload, self._probe),
-                token_codecs=[token_codec(level.row_format, spec.hidden, param_bytes) for level in config.levels],
-                trains_experts=expert_params(spec, trainable_only=True) > 0,
-            )
+            rates = measure_experts(spec, self._probe, cluster)
+            job = Job(cluster, workload, rates, codec_costs(config, spec, workload, self._probe))
+            plans = open_plans(config, spans, trains_experts=expert_params(spec, trainable_only=True) > 0)
             self._meter = JobMeter(self._probe, job, len(specs), micro_steps)
         self._config = config
-        self._chooser = Chooser(options, HORIZON if config.advanced.replan else math.inf)
-        self.current: Option | None = options[0]  # None while settings given by hand match no option
-        self.start_config, self.watches = options[0].config, self._meter.watches
+        self._chooser = Chooser(plans, HORIZON if config.advanced.replan else math.inf)
+        self.current: JobPlan | None = plans[0]  # None while settings given by hand are none of the plans
+        self.start_config, self.watches = settings_of(plans[0], config), self._meter.watches
         self._num_steps = 0
         self._next: HybridEPConfig | None = None  # chosen, but not applied yet
         self._change_s = 0.0  # seconds that the last change of plan took, without filling replicas
@@ -96,7 +90,7 @@ class JobPlanner:
 
     @property
     def _label(self) -> str:
-        return "settings given by hand" if self.current is None else self.current.label
+        return "settings given by hand" if self.current is None else label_of(self.current)
 
     def _links(self) -> list[dict[str, Any]]:
         """The levels as they would stand in a "hybridep" block."""
@@ -131,12 +125,11 @@ class JobPlanner:
             self._pulse.send(is_due)
 
     def follow(self, config: HybridEPConfig, runtime: RunningPlan, reason: str) -> None:
-        """Call when other settings have taken over.  Planning stops if they match no option."""
+        """Call when other settings have taken over.  Planning stops if their plan is none of the open ones."""
         if config is self._next:  # else the change was not the planner's and may have come at any time
             self._change_s = time.perf_counter() - self._meter.end_s
         before, is_off = self._label, self._watch.mode == "off"
-        wanted = settings_of(config.model_copy(update={"token_exchange": runtime.token_exchange}))
-        self.current = next((one for one in self._chooser.options if settings_of(one.config) == wanted), None)
+        self.current = runtime.plan if runtime.plan in self._chooser.plans else None
         self.history.append({"step": self._num_steps, "from": before, "to": self._label, "reason": reason})
         self._begin_trial(runtime)
         if self.current is None or (is_off and not self._config.advanced.replan):
@@ -171,9 +164,10 @@ class JobPlanner:
                 change_s=self._change_s, fits=partial(self._meter.has_room, current),
             )  # fmt: skip
             best, is_over = self._chooser.look(current, look)
-        index, stays = self._probe.table([float(self._chooser.options.index(best)), float(is_over)])[0]
-        if self._chooser.options[int(index)] != current:
-            return self._chooser.options[int(index)].config
+        index, stays = self._probe.table([float(self._chooser.plans.index(best)), float(is_over)])[0]
+        chosen = self._chooser.plans[int(index)]
+        if chosen != current:
+            return settings_of(chosen, self._config)
         if not stays:
             self._watch.try_plan()
         elif self._config.advanced.replan:
@@ -189,12 +183,12 @@ class JobPlanner:
 
         All ranks must call this; only rank 0 reads the file.
         """
-        label = _plan_in(path) if self._transport.rank == 0 else None
-        index = next((i for i, option in enumerate(self._chooser.options) if option.label == label), -1)
+        saved = _plan_in(path) if self._transport.rank == 0 else None
+        index = next((at for at, plan in enumerate(self._chooser.plans) if plan.to_json() == saved), -1)
         index = int(self._probe.table([float(index)])[0][0])
-        if index < 0 or self._chooser.options[index] == self.current:
+        if index < 0 or self._chooser.plans[index] == self.current:
             return None
-        return self._chooser.options[index].config
+        return settings_of(self._chooser.plans[index], self._config)
 
     def describe(self) -> str:
         """One line for the log at the start."""
@@ -202,26 +196,27 @@ class JobPlanner:
             f"{link['name']} {link.get('bandwidth_gbps')} Gbit/s {link.get('latency_ms')} ms" for link in self._links()
         )
         return (
-            f"hybridep: links: {links}; {len(self._chooser.options)} plans are open, the first choice is made after "
+            f"hybridep: links: {links}; {len(self._chooser.plans)} plans are open, the first choice is made after "
             f"{WARM_UP_STEPS + TRIAL_STEPS + 1} optimizer steps"
         )
 
     def record(self, runtime: RunningPlan) -> dict[str, Any]:
         """The plan, its predictions and its measurements as JSON values.  Complete on rank 0 only."""
-        job, option, choice, prediction = self._meter.job, self.current, self._chooser.choice, None
-        if option is not None:
-            predicted = job.predict(option)
+        job, plan, choice, prediction = self._meter.job, self.current, self._chooser.choice, None
+        if plan is not None:
+            predicted = job.predict(plan)
             prediction = {"step_s": predicted.step_s, "terms_s": predicted.terms_s}
         workload = ("tokens_per_rank", "micro_steps", "row_scale", "is_checkpointed")
         return {
-            "plan": None if option is None else option.label,
+            "plan": None if plan is None else label_of(plan),
+            "decisions": None if plan is None else plan.to_json(),
             "predicted": prediction,
-            "measured_step_s": None if option is None else self._watch.step_s,
+            "measured_step_s": None if plan is None else self._watch.step_s,
             "measured": self._meter.since_begin(runtime, self._num_steps),
             "workload": {key: getattr(job.workload, key) for key in workload},
             "links": self._links(),
             "reason": self.history[-1]["reason"] if self.history else "the first steps",
-            "runner_up": choice.runner_up.label if choice is not None and choice.runner_up is not None else None,
+            "runner_up": label_of(choice.runner_up) if choice is not None and choice.runner_up is not None else None,
             "runner_up_s": None if choice is None else choice.runner_up_s,
             "history": list(self.history),
         }
@@ -243,13 +238,19 @@ def _same_of_all(specs: Sequence[LayerSpec]) -> LayerSpec:
     return first
 
 
-def _plan_in(path: Path) -> str | None:
+def _plan_in(path: Path) -> dict[str, Any] | None:
     """The plan in the file beside a checkpoint; None if it cannot be read or the settings were given by hand."""
     if not path.is_file():
         return None
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        log.warning("hybridep: the plan in %s cannot be read, planning goes on from the present one: %s", path, error)
+        plan = content["decisions"]
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        log.warning(
+            "hybridep: the plan in %s cannot be read (%s), or an earlier version wrote it; planning goes on from the "
+            "present one",
+            path,
+            repr(error),
+        )
         return None
-    return content.get("plan") if isinstance(content, dict) else None
+    return plan if isinstance(plan, dict) else None

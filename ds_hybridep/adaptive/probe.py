@@ -21,8 +21,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from ds_hybridep.plan.cluster import Cluster, Level
-from ds_hybridep.plan.costs import ranks_below
+from ds_hybridep.geometry.cluster import Cluster, Level
 from ds_hybridep.sync.dense import GroupSync
 from ds_hybridep.sync.slot_codecs import Encoding
 from ds_hybridep.sync.transaction import Transaction
@@ -90,7 +89,7 @@ class LinkProbe:
         """Bytes per second, by short bursts; `known` if they differ from it by no more than CHANGE."""
         least_s = max(SHORT_S, LEAST_LATENCIES * latency_s)
         # The first one is shorter, because the link may have become much slower.
-        guess = int(known * least_s / ranks_below(self.cluster)[level] / GROWTH)
+        guess = int(known * least_s / self.cluster.ranks_below[level] / GROWTH)
         num_bytes, rate = self._first_burst(level, max(guess, LEAST_BYTES), latency_s, least_s)
         if abs(rate / known - 1) > CHANGE:
             rate = max(rate, *(self.burst(level, num_bytes, latency_s) for _ in range(REPETITIONS - 1)))
@@ -102,7 +101,7 @@ class LinkProbe:
         while True:
             num_bytes = min(num_bytes, MOST_BYTES)
             rate = self.burst(level, num_bytes, latency_s)
-            if num_bytes == MOST_BYTES or ranks_below(self.cluster)[level] * num_bytes / rate >= least_s / 2:
+            if num_bytes == MOST_BYTES or self.cluster.ranks_below[level] * num_bytes / rate >= least_s / 2:
                 return num_bytes, rate
             num_bytes *= GROWTH
 
@@ -127,7 +126,7 @@ class LinkProbe:
 
     def _carried(self, level: int, num_bytes: int) -> float:
         """Bytes over one uplink, headers included, when each rank sends `num_bytes`."""
-        return ranks_below(self.cluster)[level] * num_bytes * WIRE_FACTOR
+        return self.cluster.ranks_below[level] * num_bytes * WIRE_FACTOR
 
     def _transfer_s(self, level: int, num_bytes: int) -> float:
         """Send from every rank to the next child.  Returns the most seconds that a rank took, on either end."""

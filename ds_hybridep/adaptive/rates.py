@@ -12,15 +12,15 @@ from torch import Tensor
 from ds_hybridep.adaptive.probe import WIRE_FACTOR, LinkProbe
 from ds_hybridep.codecs import make_codec
 from ds_hybridep.config import HybridEPConfig
-from ds_hybridep.config_codecs import AUTO_CODEC, IDENTITY, PATCH, CodecConfig, describe_codec
+from ds_hybridep.config_codecs import AUTO_CODEC, IDENTITY, PATCH, CodecConfig
 from ds_hybridep.experts.layer_spec import LayerSpec
 from ds_hybridep.experts.slots import lay_out
+from ds_hybridep.geometry.cluster import Cluster
+from ds_hybridep.geometry.packets import packets_of
+from ds_hybridep.geometry.slots import part_of, whole
 from ds_hybridep.kernels import Mode
-from ds_hybridep.plan.cluster import Cluster
-from ds_hybridep.plan.codec_costs import PATCHED_BYTES, codec_cost, patch_cost
-from ds_hybridep.plan.layout import CodecCost, Rates
-from ds_hybridep.plan.packets import packets_of
-from ds_hybridep.plan.slots import part_of, whole
+from ds_hybridep.plan.codec_costs import PATCHED_BYTES, codec_cost, patch_cost, token_codec
+from ds_hybridep.plan.rates import CodecCost, Rates
 from ds_hybridep.plan.workload import Workload
 from ds_hybridep.sync.home import Home
 from ds_hybridep.sync.messages import MessageLayout, PacketPart
@@ -65,6 +65,8 @@ def codec_costs(
         elif codec not in (IDENTITY, AUTO_CODEC):
             parts = map(part_of, workload.dense_tensors)
             costs[codec] = codec_cost(codec.model_dump(), parts, spec.sample.element_size())
+    for level in config.levels:
+        costs[level.token_codec] = token_codec(level.row_format, spec.hidden, spec.sample.element_size())
     return costs
 
 
@@ -97,7 +99,7 @@ def measure_codec(config: CodecConfig, spec: LayerSpec, probe: LinkProbe, kernel
     means = _means(probe, encode_s, decode_s)
     travel_bytes = num_elements * spec.sample.element_size()
     return CodecCost(
-        name=describe_codec(config),
+        name=config.name,
         encode_bytes_per_s=travel_bytes / max(means[0], 1e-9),
         decode_bytes_per_s=travel_bytes / max(means[1], 1e-9),
         packets=packets_of(config.model_dump()),

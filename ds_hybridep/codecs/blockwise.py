@@ -23,8 +23,8 @@ from torch import Tensor
 
 from ds_hybridep.codecs.interface import Codec, CodecState, assign_or_add
 from ds_hybridep.config_codecs import BlockwiseConfig
+from ds_hybridep.geometry.packets import BITS, SCALE_BYTES, quantised_bytes
 from ds_hybridep.kernels import Source
-from ds_hybridep.plan.packets import BITS, SCALE_BYTES, quantised_bytes
 
 SMALLEST_NORMAL = 2.0**-126
 INT2_STEP = 1.25  # of the mean magnitude: near the least squared error of four levels for normal numbers (1.248)

@@ -33,8 +33,8 @@ from ds_hybridep.codecs.packet import (
 )
 from ds_hybridep.config_codecs import CodecConfig
 from ds_hybridep.errors import PacketError
+from ds_hybridep.geometry.packets import HEADER_BYTES, PacketSizes, packets_of
 from ds_hybridep.kernels import CompiledCodecs, Mode, Source, load_codec_kernels, require_dense_rows
-from ds_hybridep.plan.packets import HEADER_BYTES, PacketSizes, packets_of
 
 
 @dataclass

@@ -45,8 +45,7 @@ from ds_hybridep.codecs.blockwise import (
 )
 from ds_hybridep.codecs.interface import Codec, CodecState, assign_or_add
 from ds_hybridep.config_codecs import BlockwiseConfig, LowRankConfig
-from ds_hybridep.kernels import Source
-from ds_hybridep.plan.packets import (
+from ds_hybridep.geometry.packets import (
     FACTOR_BITS,
     FACTOR_BLOCK,
     ITERATIONS,
@@ -55,6 +54,7 @@ from ds_hybridep.plan.packets import (
     packets_of,
     quantised_bytes,
 )
+from ds_hybridep.kernels import Source
 
 FALLBACK_CONFIG = BlockwiseConfig(type="int4")
 REFRESH_INTERVAL = 64  # steps

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from ds_hybridep.errors import PacketError
-from ds_hybridep.plan.packets import HEADER_BYTES
+from ds_hybridep.geometry.packets import HEADER_BYTES
 
 MAGIC = 0x9D
 VERSION = 1

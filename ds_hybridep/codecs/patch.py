@@ -23,8 +23,8 @@ from ds_hybridep.codecs.patch_format import MANTISSA_BITS, SEGMENT
 from ds_hybridep.codecs.patch_format import decode as decode_reference
 from ds_hybridep.codecs.patch_format import encode as encode_reference
 from ds_hybridep.errors import PacketError
+from ds_hybridep.geometry.packets import PATCH_PREFIX_BYTES as PREFIX_BYTES
 from ds_hybridep.kernels import CompiledCodecs, Mode, load_codec_kernels
-from ds_hybridep.plan.packets import PATCH_PREFIX_BYTES as PREFIX_BYTES
 
 MODULUS = 2**32
 LENGTH_LIMIT = 2**48  # of a packet in bytes

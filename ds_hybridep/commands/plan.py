@@ -3,12 +3,10 @@
 
 import argparse
 import json
-from dataclasses import asdict
 from typing import Any
 
 from ds_hybridep.commands import question as asking
-from ds_hybridep.plan.hot_gain import hot_gain
-from ds_hybridep.plan.planner import Plan, make_plan
+from ds_hybridep.plan.planner import Answer, make_plan
 from ds_hybridep.plan.question import Question
 from ds_hybridep.plan.summary import describe, ds_config_block, verdict
 
@@ -31,22 +29,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     question = asking.read_question(args)
-    plan = make_plan(question)
+    answer = make_plan(question)
     if args.json:
-        print(json.dumps(answer_json(question, plan), indent=2))
+        print(json.dumps(answer_json(question, answer), indent=2))
         return 0
-    print(describe(question, plan))
-    if plan.better is None:
-        print("\nFor ds_config.json:\n" + json.dumps(ds_config_block(question, plan), indent=2))
+    print(describe(question, answer))
+    if answer.better is None:
+        print("\nFor ds_config.json:\n" + json.dumps(ds_config_block(question, answer), indent=2))
     return 0
 
 
-def answer_json(question: Question, plan: Plan) -> dict[str, Any]:
+def answer_json(question: Question, answer: Answer) -> dict[str, Any]:
     """The plan and the other predictions, as JSON values."""
-    gain = hot_gain(question, plan.best)
     return {
-        **plan.to_json(),
-        **({} if gain is None else {"hot_experts": asdict(gain)}),
-        "verdict": verdict(question, plan),
-        "ds_config": ds_config_block(question, plan),
+        **answer.to_json(),
+        "verdict": verdict(question, answer),
+        "ds_config": ds_config_block(question, answer),
     }

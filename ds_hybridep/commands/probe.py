@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from ds_hybridep.errors import ConfigError
-from ds_hybridep.plan.cluster import Cluster, Level, LinkSpeed
+from ds_hybridep.geometry.cluster import Cluster, Level, LinkSpeed
 from ds_hybridep.plan.summary import level_settings
 
 LIMIT_S = 10.0

@@ -11,17 +11,18 @@ from typing import Any
 from ds_hybridep.config import parse_config
 from ds_hybridep.config_codecs import PATCH, CodecConfig, recommended_codecs
 from ds_hybridep.errors import ConfigError
+from ds_hybridep.geometry.cluster import BITS_PER_BYTE, Cluster, Level
+from ds_hybridep.geometry.packets import Part
+from ds_hybridep.geometry.slots import Shape, part_of
 from ds_hybridep.lab.topology import parse_duration, parse_number
 from ds_hybridep.plan.choices import skewed_loads
-from ds_hybridep.plan.cluster import BITS_PER_BYTE, Cluster, Level
 from ds_hybridep.plan.codec_costs import DEFAULT_LEARNING_RATE, codec_cost, patch_cost
 from ds_hybridep.plan.costs import expert_parts
-from ds_hybridep.plan.layout import BY_DEEPSPEED, EXACT, CodecCost, ExpertGroup, LevelCodecs, Rates, SyncModel
 from ds_hybridep.plan.model_sizes import model_from_mapping
 from ds_hybridep.plan.models import read_model_file, ready_names
-from ds_hybridep.plan.packets import Part
+from ds_hybridep.plan.plan import EXACT, CodecCosts, ExpertGroup, LevelCodecs
 from ds_hybridep.plan.question import Question
-from ds_hybridep.plan.slots import Shape, part_of
+from ds_hybridep.plan.rates import CodecCost, Rates
 from ds_hybridep.plan.summary import GIGA, RECOMMENDED
 from ds_hybridep.plan.workload import DTYPE_BYTES, MoEModel, Workload
 
@@ -113,7 +114,7 @@ def read_question(args: argparse.Namespace) -> Question:
         cluster=cluster,
         workload=workload,
         rates=Rates(flops_per_s=args.tflops * args.mfu * TERA, overlap=args.overlap),
-        sync=BY_DEEPSPEED if args.dense_sync == "deepspeed" else SyncModel(),
+        dense_sync=args.dense_sync,
         groups=() if args.ep_size is None else (ExpertGroup(args.ep_size),),
         codecs=read_codecs(args, workload),
         memory_bytes=None if args.memory is None else args.memory * GIGA,
@@ -193,7 +194,7 @@ def read_workload(args: argparse.Namespace, content: Mapping[str, Any], model: M
     )
 
 
-def read_codecs(args: argparse.Namespace, workload: Workload) -> tuple[LevelCodecs, ...]:
+def read_codecs(args: argparse.Namespace, workload: Workload) -> tuple[CodecCosts, ...]:
     """Sets of codecs to try at each level: exact, and by default recommended."""
     if args.codecs == EXACT:
         return (LevelCodecs(),)

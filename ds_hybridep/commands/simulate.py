@@ -7,7 +7,7 @@ from pathlib import Path
 
 from ds_hybridep.commands import question as asking
 from ds_hybridep.errors import ConfigError
-from ds_hybridep.plan.cluster import Cluster
+from ds_hybridep.geometry.cluster import Cluster
 from ds_hybridep.simulate import comparison
 from ds_hybridep.simulate.scenario import Deviation
 
@@ -48,7 +48,7 @@ def run(args: argparse.Namespace) -> int:
     traced = list(dict.fromkeys(args.rank or [0])) if args.trace is not None else []
     for rank in traced:
         question.cluster.place_of(rank)  # raises for a rank that does not exist
-    results = comparison.simulate_all(question, conditions, comparison.layouts_of(question, domains), traced)
+    results = comparison.simulate_all(question, conditions, comparison.plans_of(question, domains), traced)
     if args.trace is not None:
         args.trace.write_text(json.dumps(comparison.chrome_trace(results[0].step)))
     answer = comparison.answer_json(question.cluster, results)

@@ -23,8 +23,8 @@ from ds_hybridep.deepspeed.optimizer_view import FlatGroup, OptimizerView, Zero1
 from ds_hybridep.deepspeed.patches import BF16_MODULE, ENGINE, ZERO_MODULE, ZERO_OPTIMIZER, Patches
 from ds_hybridep.errors import PlanError
 from ds_hybridep.experts.layer_spec import LayerSpec
-from ds_hybridep.plan.partition import Partition
-from ds_hybridep.plan.slots import Span, cut, whole
+from ds_hybridep.geometry.partition import Partition
+from ds_hybridep.geometry.slots import Span, cut, whole
 from ds_hybridep.runtime.build import DENSE
 from ds_hybridep.runtime.log import log_dist
 from ds_hybridep.sync.dense import GroupSync

@@ -22,7 +22,7 @@ from deepspeed.utils import groups
 from torch import Tensor
 
 from ds_hybridep.errors import UnsupportedError
-from ds_hybridep.plan.slots import Span, cut, whole
+from ds_hybridep.geometry.slots import Span, cut, whole
 from ds_hybridep.sites.packets import OwnedSlice
 from ds_hybridep.transport.inside import share
 from ds_hybridep.transport.job import group_ranks, own_rank

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from ds_hybridep.deepspeed.optimizer_view import Zero12View
 from ds_hybridep.deepspeed.patches import ZERO_OPTIMIZER, Patches
+from ds_hybridep.geometry.slots import Span
 from ds_hybridep.kernels import Kernels
-from ds_hybridep.plan.slots import Span
 from ds_hybridep.sites.exchange import Crossing
 from ds_hybridep.sites.packets import OwnedSlice, Packets
 

@@ -19,9 +19,9 @@ from ds_hybridep.experts.away import Away
 from ds_hybridep.experts.codecs import ExpertCodecs
 from ds_hybridep.experts.hot import HotReplicas
 from ds_hybridep.experts.slots import OwnSlot, ParameterSlice, SlotLayout
-from ds_hybridep.plan.cluster import flatten, unflatten
-from ds_hybridep.plan.partition import Partition
-from ds_hybridep.plan.slots import Span
+from ds_hybridep.geometry.cluster import flatten, unflatten
+from ds_hybridep.geometry.partition import Partition
+from ds_hybridep.geometry.slots import Span
 from ds_hybridep.sync.error_feedback import ErrorFeedback
 from ds_hybridep.sync.home import Home
 from ds_hybridep.sync.messages import PacketPart

@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from ds_hybridep.plan.row_format import RowFormat, record_bytes
+from ds_hybridep.geometry.row_format import RowFormat, record_bytes
 
 # As `enum class Type` and `enum class RowFormat` in csrc/include/hybridep_rows.h.
 TYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}

@@ -21,8 +21,8 @@ import struct
 import torch
 from torch import Tensor
 
+from ds_hybridep.geometry.row_format import SCALE_BLOCK, RowFormat, num_scales, record_bytes
 from ds_hybridep.kernels.compiled import RoutePlan, require_contiguous, require_records, sizes_of
-from ds_hybridep.plan.row_format import SCALE_BLOCK, RowFormat, num_scales, record_bytes
 
 FP32_BIAS, FP32_INFINITY, NOT_FINITE = 127, 0x7F800000, 255
 SMALLEST_EXPONENT = 17  # scale 2^-110, so that no step of a format is a subnormal number, which processors may flush
@@ -90,7 +90,7 @@ class ReferenceKernels:
         return x.index_select(0, row_to_token)
 
     def quantise_rows(self, x: Tensor, row_to_token: Tensor, row_format: RowFormat) -> Tensor:
-        """Return records of the rows x[row_to_token], [R, record_bytes(D)] uint8, laid out as in `plan.row_format`.
+        """Return records of the rows x[row_to_token], [R, record_bytes(D)] uint8, as in `geometry.row_format`.
 
         A block of 128 elements with the largest magnitude a has the scale s = 2^(exponent byte - 127):
 

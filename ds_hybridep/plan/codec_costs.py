@@ -10,8 +10,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from ds_hybridep.errors import PlanError
-from ds_hybridep.plan.layout import CodecCost
-from ds_hybridep.plan.packets import (
+from ds_hybridep.geometry.packets import (
     FP32_BYTES,
     ITERATIONS,
     LowRankSizes,
@@ -21,6 +20,8 @@ from ds_hybridep.plan.packets import (
     packets_of,
     part_elements,
 )
+from ds_hybridep.geometry.row_format import RowFormat, record_bytes
+from ds_hybridep.plan.rates import IDENTITY, CodecCost
 
 MEMORY_BYTES_PER_S = 0.5 * 3.35e12
 PRODUCT_FLOPS_PER_S = 0.5 * 67e12
@@ -85,6 +86,13 @@ def codec_cost(settings: Mapping[str, Any], parts: Iterable[Part], element_bytes
         decode_bytes_per_s=num_bytes / decode_s if decode_s else math.inf,
         packets=packets,
     )
+
+
+def token_codec(row_format: RowFormat | None, hidden: int, element_bytes: int) -> CodecCost:
+    """Cost of a row format for the stream model; None: rows of `hidden` elements travel unchanged."""
+    if row_format is None:
+        return IDENTITY
+    return CodecCost(row_format, ratio=hidden * element_bytes / record_bytes(hidden))
 
 
 def _seconds_per_element(packets: Packets, part: Part) -> tuple[float, float]:

@@ -16,12 +16,13 @@ import math
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
-from ds_hybridep.plan.cluster import Cluster
+from ds_hybridep.geometry.cluster import Cluster
+from ds_hybridep.geometry.slots import Shape, num_elements, shares_of
 from ds_hybridep.plan.codec_costs import patch_cost
 from ds_hybridep.plan.costs import residual_bytes
-from ds_hybridep.plan.layout import IDENTITY, CodecCost, Layout
+from ds_hybridep.plan.plan import PricedPlan
+from ds_hybridep.plan.rates import IDENTITY, CodecCost
 from ds_hybridep.plan.routing import experts_per_rank
-from ds_hybridep.plan.slots import Shape, num_elements, shares_of
 from ds_hybridep.plan.workload import Workload
 
 NARROW_BYTES = 2  # parameters of this size travel as patches over every level that encodes them
@@ -105,17 +106,17 @@ class Held:
         return sum(map(math.prod, self.tensors)) / self.num_holders
 
 
-def dense_parameters(cluster: Cluster, layout: Layout, workload: Workload) -> Held:
+def dense_parameters(cluster: Cluster, plan: PricedPlan, workload: Workload) -> Held:
     """What all ranks hold."""
-    weights, gradients = zip(*((one.dense_weight, one.dense_gradient) for one in layout.codecs), strict=True)
+    weights, gradients = zip(*((one.dense_weight, one.dense_gradient) for one in plan.codecs), strict=True)
     return Held(workload, cluster.sizes, workload.dense_tensors, weights, gradients)
 
 
-def shared_experts(cluster: Cluster, layout: Layout, workload: Workload) -> Held:
+def shared_experts(cluster: Cluster, plan: PricedPlan, workload: Workload) -> Held:
     """The experts of one rank, which ranks of other expert-parallel groups also hold."""
-    spans = tuple(size // span for size, span in zip(cluster.sizes, layout.spans, strict=True))
-    weights, gradients = zip(*((one.weight, one.gradient) for one in layout.codecs), strict=True)
-    return Held(workload, spans, workload.owned_tensors(experts_per_rank(layout, workload)), weights, gradients)
+    spans = tuple(size // span for size, span in zip(cluster.sizes, plan.spans, strict=True))
+    weights, gradients = zip(*((one.weight, one.gradient) for one in plan.codecs), strict=True)
+    return Held(workload, spans, workload.owned_tensors(experts_per_rank(plan, workload)), weights, gradients)
 
 
 @lru_cache(maxsize=4096)

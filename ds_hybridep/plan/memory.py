@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Memory of a layout on one rank: state, activations, and an allowance."""
+"""Memory of a plan on one rank: state, activations, and an allowance."""
 
 import math
 from dataclasses import dataclass
 
+from ds_hybridep.geometry.cluster import Cluster
 from ds_hybridep.plan.activations import activations_of
-from ds_hybridep.plan.cluster import Cluster
 from ds_hybridep.plan.costs import gradient_residuals, has_patches, layers_in_flight, lossy_weight_values
 from ds_hybridep.plan.held import dense_parameters, shared_experts
-from ds_hybridep.plan.layout import Layout
+from ds_hybridep.plan.plan import PricedPlan
 from ds_hybridep.plan.routing import experts_per_rank, routing_of
 from ds_hybridep.plan.workload import ADAM_BYTES, MASTER_BYTES, Workload
 
@@ -55,7 +55,7 @@ class Memory:
         return self.state_bytes + self.activation_bytes + self.workspace_bytes
 
 
-def memory_of(cluster: Cluster, layout: Layout, workload: Workload) -> Memory:
+def memory_of(cluster: Cluster, plan: PricedPlan, workload: Workload) -> Memory:
     """Bytes of parameters, gradients, optimizer state, copies, codec state, activations and workspace.
 
     A trained parameter has a gradient, 8 B of moments, and a 4 B master copy if its type is smaller.  The ranks that
@@ -63,20 +63,20 @@ def memory_of(cluster: Cluster, layout: Layout, workload: Workload) -> Memory:
     `host_bytes`, for copies `_replicas`.
     """
     model = workload.model
-    world, group = cluster.num_ranks, layout.group_size
-    owned = experts_per_rank(layout, workload)
+    world, group = cluster.num_ranks, plan.group_size
+    owned = experts_per_rank(plan, workload)
     all_owned = model.num_moe_layers * owned
-    replica_bytes, replica_host_bytes = _replicas(layout, workload)
-    held = [find(cluster, layout, workload) for find in (dense_parameters, shared_experts)]
+    replica_bytes, replica_host_bytes = _replicas(plan, workload)
+    held = [find(cluster, plan, workload) for find in (dense_parameters, shared_experts)]
     synced = 2 * math.fsum(one.residual_bytes for one in held)  # residuals, and new ones until the step is applied
-    routing = routing_of(layout, workload)
+    routing = routing_of(plan, workload)
     activations = activations_of(
         workload,
-        num_experts_held=owned * layout.domain_size + routing.num_far,
-        is_padded=layout.is_padded,
+        num_experts_held=owned * plan.domain_size + routing.num_far,
+        is_padded=plan.is_padded,
         fullest=routing.load_after,
     )
-    is_on_host = layout.state == "host"
+    is_on_host = plan.state == "host"
     expert_bytes = state_bytes(model.expert_params, workload.expert_travel_params, workload, world // group)
     optimizer_on_host = host_bytes(workload.dense_train_params, workload, world)
     optimizer_on_host += all_owned * host_bytes(workload.expert_travel_params, workload, world // group)
@@ -90,7 +90,7 @@ def memory_of(cluster: Cluster, layout: Layout, workload: Workload) -> Memory:
     )
 
 
-def _replicas(layout: Layout, workload: Workload) -> tuple[float, float]:
+def _replicas(plan: PricedPlan, workload: Workload) -> tuple[float, float]:
     """Bytes of working copies on the device, and in the host's memory.  Source: experts/replicas.py.
 
     Each owned parameter in a domain of M ranks has:
@@ -105,32 +105,32 @@ def _replicas(layout: Layout, workload: Workload) -> tuple[float, float]:
     Frozen parameters have copies only.  Replicas of hot experts have copies, sums and residuals; while they travel,
     their owner has a copy, or a sum of what returns.
     """
-    num_others, element = layout.domain_size - 1, workload.param_bytes
-    routing = routing_of(layout, workload)
+    num_others, element = plan.domain_size - 1, workload.param_bytes
+    routing = routing_of(plan, workload)
     if not num_others and not routing.hot:
         return 0.0, 0.0
     # 1. Bytes of one layer.
-    owned, of_expert = experts_per_rank(layout, workload), workload.expert_travel_params
+    owned, of_expert = experts_per_rank(plan, workload), workload.expert_travel_params
     trained = owned * of_expert
-    sends_exactly = any(not layout.codecs[level].weight.is_lossy for level in layout.gather_levels)
+    sends_exactly = any(not plan.codecs[level].weight.is_lossy for level in plan.gather_levels)
     copies = (owned * num_others + routing.num_far) * element * workload.model.expert_params
-    residuals = gradient_residuals(layout, workload)
-    kept = residuals + trained * MASTER_BYTES * lossy_weight_values(layout, workload)
+    residuals = gradient_residuals(plan, workload)
+    kept = residuals + trained * MASTER_BYTES * lossy_weight_values(plan, workload)
     staging = (trained * sends_exactly + routing.num_near * of_expert) * element
-    sent_last = trained * element * has_patches(layout)
+    sent_last = trained * element * has_patches(plan)
     sums = (trained * num_others + routing.num_far * of_expert) * MASTER_BYTES
     returning = (trained + routing.num_near * of_expert) * MASTER_BYTES
     # 2. Layers that have them at the same time.
     num_layers = workload.model.num_moe_layers
-    on_their_way = min(layers_in_flight(layout, workload) + 1, num_layers)
+    on_their_way = min(layers_in_flight(plan, workload) + 1, num_layers)
     if workload.micro_steps > 1:  # sums wait for the last; once sent, new residuals take the place of larger sums
         with_sums, with_residuals = num_layers, on_their_way
     else:
         # Sums that cross one level are in a message as soon as their return starts; others may wait for earlier ones.
-        num_levels = len(layout.gather_levels) + bool(routing.hot)
-        with_sums = min(layout.prefetch_depth + 1, num_layers) if num_levels == 1 else on_their_way
+        num_levels = len(plan.gather_levels) + bool(routing.hot)
+        with_sums = min(plan.prefetch_depth + 1, num_layers) if num_levels == 1 else on_their_way
         with_residuals = num_layers
-    is_on_host = layout.state == "host"
+    is_on_host = plan.state == "host"
     lasting = num_layers * (copies + (0.0 if is_on_host else kept))
     on_return = with_sums * sums + on_their_way * returning + (0.0 if is_on_host else with_residuals * residuals)
     on_host = num_layers * (kept + residuals) if is_on_host else 0.0

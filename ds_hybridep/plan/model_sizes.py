@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ds_hybridep.errors import PlanError
-from ds_hybridep.plan.slots import Shape
+from ds_hybridep.geometry.slots import Shape
 from ds_hybridep.plan.workload import MoEModel, Widths, num_params
 
 # Keys of Hugging Face's config.json: the first key that is present counts.

@@ -17,11 +17,11 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from ds_hybridep.geometry.cluster import Cluster, known_or_assumed_bandwidths, latencies_of
 from ds_hybridep.plan.activations import activations_of
-from ds_hybridep.plan.cluster import Cluster, known_or_assumed_bandwidths, latencies_of
-from ds_hybridep.plan.costs import ranks_below
-from ds_hybridep.plan.layout import Layout, Rates
 from ds_hybridep.plan.memory import Memory, host_bytes, state_bytes
+from ds_hybridep.plan.plan import PricedPlan
+from ds_hybridep.plan.rates import Rates
 from ds_hybridep.plan.routing import experts_per_rank, routing_of
 from ds_hybridep.plan.stream_model import StepPrediction
 from ds_hybridep.plan.workload import Workload
@@ -44,11 +44,11 @@ class Pipeline:
 
 
 def pipelines(
-    cluster: Cluster, inside: Layout, workload: Workload, rates: Rates, whole: StepPrediction
+    cluster: Cluster, inside: PricedPlan, workload: Workload, rates: Rates, whole: StepPrediction
 ) -> Iterator[Pipeline]:
     """Yield the pipelines that begin with as many forwards as 1F1B, twice and three times as many.
 
-    inside: layout of one child of level 0.  whole: step of that child alone, with all layers.
+    inside: plan of one child of level 0.  whole: step of that child alone, with all layers.
     """
     num_stages, layers = cluster.sizes[0], workload.model.num_moe_layers
     num_batches = num_stages * workload.micro_steps
@@ -58,7 +58,7 @@ def pipelines(
     batch_s = terms["dense_s"] + terms["experts_s"] + terms["tokens_s"] + terms["host_s"] - rates.step_s
     batch_s *= share / workload.micro_steps
     end_s = share * (terms["dense_sync_s"] + terms["expert_sync_s"]) + rates.step_s
-    border_bytes = ranks_below(cluster)[0] * workload.tokens_per_rank * workload.row_bytes  # of a micro-batch
+    border_bytes = cluster.ranks_below[0] * workload.tokens_per_rank * workload.row_bytes  # of a micro-batch
     bandwidth = known_or_assumed_bandwidths(cluster)[0] / rates.wire_factor
     transfer_s, latency_s = border_bytes / bandwidth, latencies_of(cluster)[0]
     sent = num_batches * border_bytes * min(num_stages - 1, 2)
@@ -91,10 +91,10 @@ def schedule_s(
     return back_s + rounds * max(back_s, in_flight * pace_s) + rest * pace_s
 
 
-def _memory(cluster: Cluster, inside: Layout, workload: Workload, ahead: int) -> Memory:
+def _memory(cluster: Cluster, inside: PricedPlan, workload: Workload, ahead: int) -> Memory:
     """Memory of the stage that needs most: the first one, which runs ahead, or the last one, which has the loss."""
     model, num_stages = workload.model, cluster.sizes[0]
-    num_ranks = ranks_below(cluster)[0]
+    num_ranks = cluster.ranks_below[0]
     share = math.ceil(model.num_moe_layers / num_stages) / model.num_moe_layers
     owned = experts_per_rank(inside, workload)
     experts = model.num_moe_layers * share * owned

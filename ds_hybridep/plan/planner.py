@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ds_hybridep.errors import PlanError
-from ds_hybridep.plan.cluster import Cluster, divisors
-from ds_hybridep.plan.layout import EXACT, ExpertGroup, Layout
+from ds_hybridep.geometry.cluster import Cluster, divisors
 from ds_hybridep.plan.memory import Memory
+from ds_hybridep.plan.plan import ExpertGroup, Plan, PricedPlan
 from ds_hybridep.plan.question import Question
 from ds_hybridep.plan.rivals import Alternative, alternatives, lacking_note
 from ds_hybridep.plan.routing import Routing, routing_of
@@ -21,10 +21,10 @@ TIE = 0.01  # plans this close count as equal, as no model is more exact; of the
 
 @dataclass(frozen=True, kw_only=True)
 class Candidate:
-    """One layout with its price, its group and the memory that it needs; `reason` says why it won or lost."""
+    """One plan with its price, its group and the memory that it needs; `reason` says why it won or lost."""
 
     group: ExpertGroup
-    layout: Layout
+    plan: PricedPlan
     prediction: StepPrediction
     memory: Memory
     routing: Routing
@@ -37,26 +37,13 @@ class Candidate:
 
     @property
     def label(self) -> str:
-        """Domain sizes, hot experts by level if there are any, codecs by level unless all are exact, and the group."""
-        text = listed(self.layout.domain_sizes)
-        if self.layout.hot_experts:
-            text += f" hot {listed(self.layout.hot_by_level)}"
-        if self.layout.state == "host":
-            text += " host state"
-        names = [codecs.label for codecs in self.layout.codecs]
-        if any(name != EXACT for name in names):
-            text += f" {'|'.join(names)}"
-        return text + f" ep {self.group.ep_size}{' strided' if self.group.is_strided else ''}"
-
-
-def listed(values: Iterable[int]) -> str:
-    """Values by level, as in [2,1]."""
-    return "[" + ",".join(map(str, values)) + "]"
+        """The plan and its group, for people."""
+        return f"{self.plan.label} ep {self.group.ep_size}{' strided' if self.group.is_strided else ''}"
 
 
 @dataclass(frozen=True)
-class Plan:
-    """The planner's answer: `others` has all layouts but the best, fastest first; those that do not fit come last."""
+class Answer:
+    """The planner's answer: `others` has all plans but the best, fastest first; those that do not fit come last."""
 
     cluster: Cluster
     best: Candidate
@@ -70,17 +57,17 @@ class Plan:
 
     @property
     def better(self) -> Alternative | None:
-        """DeepSpeed's fastest way that fits and beats the best layout by more than a tie; None: use the plan."""
+        """DeepSpeed's fastest way that fits and beats the best plan by more than a tie; None: use the plan."""
         return self._fastest(way for way in self.alternatives if way.is_by_deepspeed)
 
     @property
     def better_elsewhere(self) -> Alternative | None:
-        """The fastest way of another program that fits and beats the best layout by more than a tie."""
+        """The fastest way of another program that fits and beats the best plan by more than a tie."""
         return self._fastest(way for way in self.alternatives if not way.is_provided)
 
     @property
     def better_as_sites(self) -> Alternative | None:
-        """Sites that average gradients at every step, if they fit and beat the best layout by more than a tie."""
+        """Sites that average gradients at every step, if they fit and beat the best plan by more than a tie."""
         return self._fastest(way for way in self.alternatives if way.sites is not None and way.sites.every == 1)
 
     def _fastest(self, ways: Iterable[Alternative]) -> Alternative | None:
@@ -100,7 +87,7 @@ class Plan:
         }
 
 
-def make_plan(question: Question) -> Plan:
+def make_plan(question: Question) -> Answer:
     """Find the plan that fits and has the least predicted step time; among plans within one percent, the simplest one.
 
     Raises PlanError if experts do not fit the ranks, or if no plan fits the memory.
@@ -119,15 +106,15 @@ def make_plan(question: Question) -> Plan:
     best = _simplest_of_the_fastest(fitting)
     others = [replace(one, reason=_why_lost(one, best)) for one in candidates if one is not best]
     others.sort(key=lambda one: (one.lacking_bytes > 0, one.step_s))
-    plan = Plan(question.cluster, best, tuple(others), tuple(alternatives(question)))
-    return replace(plan, best=replace(best, reason=_why_won(best, plan.runner_up)))
+    answer = Answer(question.cluster, best, tuple(others), tuple(alternatives(question)))
+    return replace(answer, best=replace(best, reason=_why_won(best, answer.runner_up)))
 
 
 # ---- the search ----
 
 
 def price_all(question: Question) -> Iterator[Candidate]:
-    """Price every layout that the question allows; after one that does not fit, price variants that need less memory.
+    """Price every plan that the question allows; after one that does not fit, price variants that need less memory.
 
     The variants keep their state on the host.
     """
@@ -136,35 +123,35 @@ def price_all(question: Question) -> Iterator[Candidate]:
         for domain_sizes in itertools.product(*map(divisors, spans)):
             allowed = (question.codecs_over(level, size) for level, size in enumerate(domain_sizes))
             for codecs in itertools.product(*allowed):
-                plain = Layout(spans=spans, domain_sizes=domain_sizes, codecs=codecs)
-                for layout in question.with_hot_experts(plain):
-                    candidate = _price(question, group, layout)
+                plain = Plan(spans=spans, domain_sizes=domain_sizes, codecs=codecs, dense_sync=question.dense_sync)
+                for plan in question.with_hot_experts(plain):
+                    candidate = _price(question, group, plan)
                     yield candidate
                     if candidate.lacking_bytes and candidate.memory.copies_bytes:
-                        on_host = _price(question, group, replace(layout, state="host"))
+                        on_host = _price(question, group, replace(plan, state="host"))
                         if on_host.memory.total_bytes < candidate.memory.total_bytes:
                             yield on_host
 
 
-def _price(question: Question, group: ExpertGroup, layout: Layout) -> Candidate:
-    """Price the layout with the faster exchange."""
-    memory, lacking = question.memory(layout)
-    layout, prediction = question.with_best_exchange(layout)
+def _price(question: Question, group: ExpertGroup, plan: PricedPlan) -> Candidate:
+    """Price the plan with the faster exchange."""
+    memory, lacking = question.memory(plan)
+    plan, prediction = question.with_best_exchange(plan)
     return Candidate(
         group=group,
-        layout=layout,
+        plan=plan,
         prediction=prediction,
         memory=memory,
         lacking_bytes=lacking,
-        routing=routing_of(layout, question.workload),
+        routing=routing_of(plan, question.workload),
     )
 
 
 def _simplest_of_the_fastest(candidates: Sequence[Candidate]) -> Candidate:
     def costs(candidate: Candidate) -> tuple[bool, float, tuple[int, ...], int]:
-        layout = candidate.layout
-        loses_something = any(codecs.is_lossy for codecs in layout.codecs)
-        return loses_something, candidate.memory.total_bytes, layout.domain_sizes, layout.hot_experts
+        plan = candidate.plan
+        loses_something = any(codecs.is_lossy for codecs in plan.codecs)
+        return loses_something, candidate.memory.total_bytes, plan.domain_sizes, plan.num_hot
 
     fastest_s = min(candidate.step_s for candidate in candidates)
     return min((one for one in candidates if one.step_s <= fastest_s * (1 + TIE)), key=costs)
@@ -191,23 +178,23 @@ def _why_won(best: Candidate, runner_up: Candidate | None) -> str:
 
 
 def _candidate_json(candidate: Candidate) -> dict[str, Any]:
-    layout, memory, prediction, routing = candidate.layout, candidate.memory, candidate.prediction, candidate.routing
+    plan, memory, prediction, routing = candidate.plan, candidate.memory, candidate.prediction, candidate.routing
     hot: dict[str, Any] = {}
     if routing.weights is not None:
         loads = {"load_before": routing.load_before, "load_after": routing.load_after}
-        hot = {"hot_experts": list(layout.hot_by_level), **loads}
+        hot = {"hot_experts": list(plan.hot_by_level), **loads}
     return {
         **hot,
-        **({"state": "host"} if layout.state == "host" else {}),
+        **({"state": "host"} if plan.state == "host" else {}),
         **({"host_bytes": memory.host_bytes} if memory.host_bytes else {}),
         "ep_size": candidate.group.ep_size,
         "strided": candidate.group.is_strided,
-        "domain_sizes": list(layout.domain_sizes),
-        "weight_codecs": [codecs.weight.name for codecs in layout.codecs],
-        "gradient_codecs": [codecs.gradient.name for codecs in layout.codecs],
-        "dense_weight_codecs": [codecs.dense_weight.name for codecs in layout.codecs],
-        "dense_gradient_codecs": [codecs.dense_gradient.name for codecs in layout.codecs],
-        "token_exchange": layout.exchange,
+        "domain_sizes": list(plan.domain_sizes),
+        "weight_codecs": [codecs.weight.name for codecs in plan.codecs],
+        "gradient_codecs": [codecs.gradient.name for codecs in plan.codecs],
+        "dense_weight_codecs": [codecs.dense_weight.name for codecs in plan.codecs],
+        "dense_gradient_codecs": [codecs.dense_gradient.name for codecs in plan.codecs],
+        "token_exchange": plan.token_exchange,
         "step_s": candidate.step_s,
         "terms_s": prediction.terms_s,
         "uplink_bytes": [dict(kinds) for kinds in prediction.uplink_bytes],

@@ -17,9 +17,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal, get_args
 
-from ds_hybridep.plan.cluster import Cluster, latencies_of
-from ds_hybridep.plan.costs import ranks_below
-from ds_hybridep.plan.layout import Layout
+from ds_hybridep.geometry.cluster import Cluster, latencies_of
+from ds_hybridep.plan.plan import PricedPlan
 
 Kind = Literal["tokens", "expert_weights", "expert_gradients", "dense_sync", "expert_sync"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
@@ -38,17 +37,17 @@ class Peers:
     levels: tuple[int, ...]
     is_ring: bool = False
 
-    def count(self, layout: Layout, sizes: tuple[int, ...], level: int) -> int:
+    def count(self, plan: PricedPlan, sizes: tuple[int, ...], level: int) -> int:
         """Number of a rank's peers whose places differ first at `level`; sizes: of the cluster's levels."""
-        numbers = self.numbers(layout, sizes)
+        numbers = self.numbers(plan, sizes)
         return (numbers[level] - 1) * math.prod(numbers[level + 1 :])
 
-    def numbers(self, layout: Layout, sizes: tuple[int, ...]) -> list[int]:
+    def numbers(self, plan: PricedPlan, sizes: tuple[int, ...]) -> list[int]:
         """By level, in how many places there a rank and its peers are."""
         of_parts = {
-            "group": [size // span for size, span in zip(sizes, layout.spans, strict=True)],
-            "domain": layout.domain_counts,
-            "offset": layout.domain_sizes,
+            "group": [size // span for size, span in zip(sizes, plan.spans, strict=True)],
+            "domain": plan.domain_counts,
+            "offset": plan.domain_sizes,
         }
         return [
             math.prod(of_parts[part][level] for part in self.parts) if level in self.levels else 1
@@ -79,21 +78,21 @@ class MessageStage:
         cls,
         peers: Peers,
         cluster: Cluster,
-        layout: Layout,
+        plan: PricedPlan,
         fixed_bytes: Sequence[float],
         row_bytes: Sequence[float] = (),
         *,
         chances: Sequence[float] = (),
         is_back: bool = False,
     ) -> "MessageStage":
-        """The stage between these peers of a layout.
+        """The stage between these peers of a plan.
 
         chances: by level, that a token goes to a given peer at that distance, a mean over the busiest uplink's ranks.
         """
-        sizes, below = cluster.sizes, ranks_below(cluster)
+        sizes, below = cluster.sizes, cluster.ranks_below
         rows, chances = row_bytes or [0.0] * len(sizes), chances or [0.0] * len(sizes)
         uplink_bytes = [
-            below[level] * peers.count(layout, sizes, level) * (fixed_bytes[level] + rows[level] * chances[level])
+            below[level] * peers.count(plan, sizes, level) * (fixed_bytes[level] + rows[level] * chances[level])
             for level in range(len(sizes))
         ]
         of_levels = tuple(fixed_bytes), tuple(rows), tuple(uplink_bytes), latencies_of(cluster)

@@ -6,9 +6,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from ds_hybridep.errors import PlanError
-from ds_hybridep.plan.cluster import Cluster, divisors
-from ds_hybridep.plan.layout import BY_DEEPSPEED, IDENTITY, ExpertGroup, Layout, LevelCodecs, Rates, SyncModel
+from ds_hybridep.geometry.cluster import Cluster, divisors
 from ds_hybridep.plan.memory import Memory, memory_of
+from ds_hybridep.plan.plan import CodecCosts, ExpertGroup, HotLimit, LevelCodecs, PricedPlan, SummedBy
+from ds_hybridep.plan.rates import IDENTITY, Rates
 from ds_hybridep.plan.stream_model import StepPrediction, predict
 from ds_hybridep.plan.workload import Workload
 
@@ -17,67 +18,61 @@ from ds_hybridep.plan.workload import Workload
 class Question:
     """A question to the planner.
 
-    sync: how our own layouts sum and gather; DeepSpeed's layouts use its rings.
+    dense_sync: of our own plans; DeepSpeed's layers come with its rings.
     codecs: sets of codecs to try at each level; levels that nothing crosses take the first set.
     """
 
     cluster: Cluster
     workload: Workload
     rates: Rates
-    sync: SyncModel = SyncModel()
+    dense_sync: SummedBy = "hierarchical"
     groups: tuple[ExpertGroup, ...] = ()  # groups to try; empty: `candidate_groups`
-    codecs: tuple[LevelCodecs, ...] = (LevelCodecs(),)
+    codecs: tuple[CodecCosts, ...] = (LevelCodecs(),)
     memory_bytes: float | None = None  # of one GPU; None: not limited
     host_memory_bytes: float | None = None  # of the host, for each GPU; None: not limited
     hot_bytes: float | None = None  # of one GPU, for hot experts; None: not limited
 
-    def codecs_over(self, level: int, domain_size: int) -> tuple[LevelCodecs, ...]:
+    def codecs_over(self, level: int, domain_size: int) -> tuple[CodecCosts, ...]:
         """Codec sets that make a difference at a level; DeepSpeed's sums use no codecs."""
-        is_crossed = domain_size > 1 or (self.sync.algorithm == "hierarchical" and self.cluster.sizes[level] > 1)
+        is_crossed = domain_size > 1 or (self.dense_sync == "hierarchical" and self.cluster.sizes[level] > 1)
         return self.codecs if is_crossed else self.codecs[:1]
 
-    def with_hot_experts(self, layout: Layout) -> Iterator[Layout]:
-        """The layout, and with uneven routing also with 1, 2, 4 ... hot experts inside each level that can have them.
+    def with_hot_experts(self, plan: PricedPlan) -> Iterator[PricedPlan]:
+        """The plan, and with uneven routing also with 1, 2, 4 ... hot experts inside each level that can have them.
 
         Their weights travel as they are, so sets with codecs of experts exclude them.
         """
-        yield layout
+        yield plan
         workload = self.workload
-        for level, (span, size, codecs) in enumerate(
-            zip(layout.spans, layout.domain_sizes, layout.codecs, strict=True)
-        ):
+        for level, (span, size, codecs) in enumerate(zip(plan.spans, plan.domain_sizes, plan.codecs, strict=True)):
             is_exact = codecs.weight == codecs.gradient == IDENTITY
             if not workload.is_uneven or span == 1 or size > 1 or not is_exact:
                 continue
-            most = workload.model.num_experts * layout.domain_size * span // layout.group_size  # that share a part
+            most = workload.model.num_experts * plan.domain_size * span // plan.group_size  # that share a part
             if self.hot_bytes is not None:
                 most = min(most, math.floor(self.hot_bytes / workload.hot_expert_bytes))
             for power in range(most.bit_length()):
-                yield replace(layout, hot_experts=2**power, hot_level=level)
+                yield replace(plan, hot=HotLimit(level, 2**power))
 
     @property
     def expert_groups(self) -> tuple[ExpertGroup, ...]:
         return self.groups or candidate_groups(self.cluster, self.workload.model.num_experts)
 
-    def predict(self, layout: Layout) -> StepPrediction:
-        return predict(self.cluster, layout, self.workload, self.rates, self.sync_of(layout))
+    def predict(self, plan: PricedPlan) -> StepPrediction:
+        return predict(self.cluster, plan, self.workload, self.rates)
 
-    def sync_of(self, layout: Layout) -> SyncModel:
-        """The sums of a layout; DeepSpeed's layer always uses DeepSpeed's rings."""
-        return BY_DEEPSPEED if layout.is_padded else self.sync
-
-    def with_best_exchange(self, layout: Layout) -> tuple[Layout, StepPrediction]:
-        """The layout with the faster token exchange, and its step; direct if both are equally fast."""
-        direct, hierarchical = replace(layout, exchange="direct"), replace(layout, exchange="hierarchical")
+    def with_best_exchange(self, plan: PricedPlan) -> tuple[PricedPlan, StepPrediction]:
+        """The plan with the faster token exchange, and its step; direct if both are equally fast."""
+        direct, hierarchical = replace(plan, token_exchange="direct"), replace(plan, token_exchange="hierarchical")
         best = self.predict(direct)
-        if sum(count > 1 for count in layout.domain_counts) < 2:
+        if sum(count > 1 for count in plan.domain_counts) < 2:
             return direct, best
         other = self.predict(hierarchical)
         return (hierarchical, other) if other.step_s < best.step_s else (direct, best)
 
-    def memory(self, layout: Layout) -> tuple[Memory, float]:
-        """Memory that a layout needs, and the bytes that it lacks."""
-        memory = memory_of(self.cluster, layout, self.workload)
+    def memory(self, plan: PricedPlan) -> tuple[Memory, float]:
+        """Memory that a plan needs, and the bytes that it lacks."""
+        memory = memory_of(self.cluster, plan, self.workload)
         return memory, self.lacking_bytes(memory)
 
     def lacking_bytes(self, memory: Memory) -> float:

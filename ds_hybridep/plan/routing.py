@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where the rows of a layer go under a layout: which experts are hot, what each rank computes, who sends to whom.
+"""Where the rows of a layer go under a plan: which experts are hot, what each rank computes, who sends to whom.
 
 Experts of a group are hot inside one level.  The ranks whose places differ only there, and inside their domains, share
 hot experts; each such part of the group has its own N.  Source: runtime/hot_experts.py.
@@ -13,44 +13,42 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
 from ds_hybridep.errors import PlanError
+from ds_hybridep.geometry.cluster import flatten, unflatten
+from ds_hybridep.geometry.hot import ROWS_ONLY, HotCosts, choose_hot, rank_loads, step_s
+from ds_hybridep.geometry.token_route import TokenExchange, chance_needed
 from ds_hybridep.plan import choices
-from ds_hybridep.plan.cluster import flatten, unflatten
-from ds_hybridep.plan.hot import ROWS_ONLY, HotCosts, choose_hot, rank_loads, step_s
-from ds_hybridep.plan.layout import Layout
-from ds_hybridep.plan.token_route import TokenExchange, chance_needed
+from ds_hybridep.plan.plan import PricedPlan
 from ds_hybridep.plan.workload import Workload
 
 COPIES_ONLY = HotCosts(row_s=0.0, copy_s=1.0)
 LOAD_DIGITS = 8  # of loads per token, so that equal ones stay equal: weights are searched to 9
 
 
-def experts_per_rank(layout: Layout, workload: Workload) -> int:
+def experts_per_rank(plan: PricedPlan, workload: Workload) -> int:
     """Number e of experts that one rank owns.  Raises PlanError if the group cannot share them evenly."""
     num_experts = workload.model.num_experts
-    if num_experts % layout.group_size:
+    if num_experts % plan.group_size:
         raise PlanError(
-            f"{num_experts} experts cannot be shared evenly by an expert-parallel group of {layout.group_size} ranks"
+            f"{num_experts} experts cannot be shared evenly by an expert-parallel group of {plan.group_size} ranks"
         )
-    return num_experts // layout.group_size
+    return num_experts // plan.group_size
 
 
-def routing_of(layout: Layout, workload: Workload) -> "Routing":
+def routing_of(plan: PricedPlan, workload: Workload) -> "Routing":
     """The routing of a workload's loads, or of its skew over the ranks of the group.
 
     Raises PlanError if the group cannot share the experts evenly, or cannot have the skew.
     """
-    model, group_size = workload.model, layout.group_size
-    experts_per_rank(layout, workload)
+    model, group_size = workload.model, plan.group_size
+    experts_per_rank(plan, workload)
     weights = None
     if workload.expert_loads is not None:
         weights = choices.weights_of(workload.expert_loads, model.top_k)
     elif workload.is_uneven:
         weights = choices.skewed_weights(workload.skew, model.num_experts, group_size, model.top_k)
-    hot_level = layout.hot_level if layout.hot_experts else None
+    hot_level = plan.hot.level if plan.hot is not None and plan.num_hot else None
     return _kept(
-        Routing(
-            layout.spans, layout.domain_sizes, hot_level, layout.hot_experts, model.num_experts, model.top_k, weights
-        )
+        Routing(plan.spans, plan.domain_sizes, hot_level, plan.num_hot, model.num_experts, model.top_k, weights)
     )
 
 

@@ -10,15 +10,16 @@ agree that all have all packets.  Source: sites/exchange.py, sites/packets.py.
 
 from dataclasses import dataclass, replace
 
-from ds_hybridep.plan.cluster import Cluster, known_or_assumed_bandwidths, latencies_of
-from ds_hybridep.plan.costs import HOST_BYTES_PER_S, ranks_below, residual_bytes
+from ds_hybridep.geometry.cluster import Cluster, known_or_assumed_bandwidths, latencies_of
+from ds_hybridep.geometry.packets import MOST_LEAVES
+from ds_hybridep.plan.costs import HOST_BYTES_PER_S, residual_bytes
 from ds_hybridep.plan.held import Held, dense_parameters, shared_experts
-from ds_hybridep.plan.layout import IDENTITY, Layout, LevelCodecs, Rates
 from ds_hybridep.plan.memory import Memory, memory_of
+from ds_hybridep.plan.plan import CodecCosts, PricedPlan
+from ds_hybridep.plan.rates import IDENTITY, Rates
 from ds_hybridep.plan.stream_model import StepPrediction
 from ds_hybridep.plan.workload import MASTER_BYTES, Workload
 
-MOST_LEAVES = 16  # in which gradients leave; what leaves last is not hidden
 BACKWARD_SHARE = 2 / 3  # of the time that a micro-step computes
 OUTER_VALUES = 2  # fp32 numbers for each owned parameter with local steps: common weights and outer momentum
 TRIPS = 2  # one-way latencies in an exchange: packets, and the agreement
@@ -41,12 +42,12 @@ class Sites:
 
 
 def sites_of(
-    cluster: Cluster, alone: Cluster, inside: Layout, workload: Workload, rates: Rates, codecs: LevelCodecs,
+    cluster: Cluster, alone: Cluster, inside: PricedPlan, workload: Workload, rates: Rates, codecs: CodecCosts,
     whole: StepPrediction, every: int,
 ) -> Sites:  # fmt: skip
     """Price sites.
 
-    alone: one child of level 0.  inside: the layout of the job in it.  whole: a step of that job.
+    alone: one child of level 0.  inside: the plan of the job in it.  whole: a step of that job.
     codecs: between sites.  every: 1, or H of local steps.
 
     Under ZeRO 2, gradients leave while the last backward runs.
@@ -58,7 +59,7 @@ def sites_of(
         plain = one.slot_bytes(IDENTITY)
         coded_bytes += one.slot_bytes(codec)
         codec_s += plain / codec.encode_bytes_per_s + num_sites * plain / codec.decode_bytes_per_s
-    uplink_bytes = (num_sites - 1) * ranks_below(cluster)[0] * coded_bytes / every
+    uplink_bytes = (num_sites - 1) * cluster.ranks_below[0] * coded_bytes / every
     transfer_s = uplink_bytes * rates.wire_factor / known_or_assumed_bandwidths(cluster)[0]
     hidden_s = 0.0
     if every == 1 and workload.zero_stage == 2:
@@ -81,7 +82,7 @@ def sites_of(
     )
 
 
-def _kept_bytes(held: tuple[Held, Held], workload: Workload, codecs: LevelCodecs, every: int) -> float:
+def _kept_bytes(held: tuple[Held, Held], workload: Workload, codecs: CodecCosts, every: int) -> float:
     """Bytes of residuals, of new ones until the step is applied, and of the outer state, of what a rank owns."""
     outer = OUTER_VALUES * MASTER_BYTES if every > 1 else 0
     num_bytes = 0.0

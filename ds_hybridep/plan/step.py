@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from ds_hybridep.plan.cluster import Cluster
+from ds_hybridep.geometry.cluster import Cluster
 from ds_hybridep.plan.costs import (
     Way,
     expert_parts,
@@ -24,7 +24,7 @@ from ds_hybridep.plan.costs import (
     replicas_over,
 )
 from ds_hybridep.plan.held import Held, dense_parameters, shared_experts
-from ds_hybridep.plan.layout import CodecCost, Layout, Rates, SyncModel
+from ds_hybridep.plan.plan import PricedPlan
 from ds_hybridep.plan.program import (
     Instruction,
     Kind,
@@ -38,11 +38,12 @@ from ds_hybridep.plan.program import (
     Run,
     Wait,
 )
+from ds_hybridep.plan.rates import CodecCost, Rates
 from ds_hybridep.plan.routing import Routing, experts_per_rank, routing_of
 from ds_hybridep.plan.synchronisation import Synchronisation
 from ds_hybridep.plan.workload import COUNT_BYTES, Workload
 
-FIND: dict[Kind, Callable[[Cluster, Layout, Workload], Held]] = {
+FIND: dict[Kind, Callable[[Cluster, PricedPlan, Workload], Held]] = {
     "dense_sync": dense_parameters,
     "expert_sync": shared_experts,
 }
@@ -50,10 +51,9 @@ FIND: dict[Kind, Callable[[Cluster, Layout, Workload], Held]] = {
 
 def step_program(
     cluster: Cluster,
-    layout: Layout,
+    plan: PricedPlan,
     workload: Workload,
     rates: Rates,
-    sync: SyncModel,
     *,
     gathers_by_level: bool = True,
 ) -> Program:
@@ -64,24 +64,23 @@ def step_program(
 
     Raises PlanError if the arguments do not fit each other.
     """
-    layout.check_fits(cluster)
-    return _Step(cluster, layout, workload, rates, sync, gathers_by_level).program()
+    plan.check_fits(cluster)
+    return _Step(cluster, plan, workload, rates, gathers_by_level).program()
 
 
 @dataclass(frozen=True)
 class _Step:
     cluster: Cluster
-    layout: Layout
+    plan: PricedPlan
     workload: Workload
     rates: Rates
-    sync: SyncModel
     gathers_by_level: bool
 
     def program(self) -> Program:
-        workload, layout = self.workload, self.layout
+        workload, plan = self.workload, self.plan
         layers = tuple(range(workload.model.num_moe_layers))
         dense, experts = (
-            Synchronisation(kind, find(self.cluster, layout, workload), self.cluster, layout, self.sync)
+            Synchronisation(kind, find(self.cluster, plan, workload), self.cluster, plan, self.rates.sync_factor)
             for kind, find in FIND.items()
         )
         start_experts, finish_experts = experts.gather_parameters()
@@ -109,7 +108,7 @@ class _Step:
 
     @cached_property
     def _routing(self) -> Routing:
-        return routing_of(self.layout, self.workload)
+        return routing_of(self.plan, self.workload)
 
     # ---- a layer ----
 
@@ -119,16 +118,16 @@ class _Step:
 
     def _experts(self, label: str, times: float) -> Program:
         """Calls and computation; DeepSpeed's layer computes the full capacity.  Source: paper (1), (2)."""
-        layout, workload, rates, routing = self.layout, self.workload, self.rates, self._routing
-        calls_s = rates.layer_s + rates.expert_call_s * experts_per_rank(layout, workload) * layout.domain_size
+        plan, workload, rates, routing = self.plan, self.workload, self.rates, self._routing
+        calls_s = rates.layer_s + rates.expert_call_s * experts_per_rank(plan, workload) * plan.domain_size
         calls_s += rates.expert_call_s * routing.num_far
         rows = workload.expert_rows * routing.load_after
-        if layout.is_padded:
+        if plan.is_padded:
             rows = workload.expert_capacity * workload.model.num_experts
         seconds = rows * workload.expert_flops_per_row / (rates.expert_flops_per_s or rates.flops_per_s)
         return (
             Run("host_s", "calls", times * calls_s, is_computing=False),
-            Run("experts_s", label, times * seconds, grows_with_rows=not layout.is_padded),
+            Run("experts_s", label, times * seconds, grows_with_rows=not plan.is_padded),
         )
 
     def _forward(self, exchanges: dict[str, Program], take_weights: Program = (), label: str = "forward") -> Program:
@@ -149,7 +148,7 @@ class _Step:
             return (Repeat(layers[::-1], (*backward, before_experts)),)
         steps: list[Instruction] = []
         returning: deque[int] = deque()
-        depth = layers_in_flight(self.layout, self.workload)
+        depth = layers_in_flight(self.plan, self.workload)
         take = self._take(gradients, self._coding_s("gradients", "decode_bytes_per_s"))
         layer_backward = (*backward, *self._send("gradients", gradients))
         for layer in reversed(layers):
@@ -164,7 +163,7 @@ class _Step:
 
     def _exchanges(self) -> dict[str, Program]:
         workload = self.workload
-        gate_gradients = 0 if self.layout.is_padded else workload.return_extra_bytes
+        gate_gradients = 0 if self.plan.is_padded else workload.return_extra_bytes
         return {
             "dispatch": self._exchange("dispatch"),
             "combine": self._exchange("combine", is_back=True),
@@ -178,28 +177,28 @@ class _Step:
         A direct exchange has one round for all levels, a hierarchical one has a round for each.  Our own dispatch
         encodes rows, and sends gate weights and row counts with them.
         """
-        layout, workload, counts = self.layout, self.workload, self.layout.domain_counts
-        ours = label == "dispatch" and not layout.is_padded
+        plan, workload, counts = self.plan, self.workload, self.plan.domain_counts
+        ours = label == "dispatch" and not plan.is_padded
         beside = workload.dispatch_extra_bytes if ours else beside_bytes
-        ratios = [codecs.token.ratio if ours else 1.0 for codecs in layout.codecs]
+        ratios = [codecs.token.ratio if ours else 1.0 for codecs in plan.codecs]
         row_bytes = [workload.row_bytes / ratio + beside for ratio in ratios]
         every = tuple(range(len(counts)))
         rounds: list[tuple[int, ...]] = [(level,) for level in every if counts[level] > 1]
-        if rounds and (layout.is_padded or layout.exchange == "direct"):
+        if rounds and plan.token_exchange != "hierarchical":
             rounds = [every]
-        round_s = self.rates.all_to_all_s if layout.is_padded else self.rates.exchange_s
+        round_s = self.rates.all_to_all_s if plan.is_padded else self.rates.exchange_s
         program: list[Instruction] = []
         for levels in reversed(rounds) if is_back else rounds:
             fixed, by_level = [float(COUNT_BYTES * ours)] * len(counts), [0.0] * len(counts)
             chances = [0.0] * len(counts)
-            if layout.is_padded:
-                fixed = [padded_rows(layout, workload) * workload.row_bytes] * len(counts)
+            if plan.is_padded:
+                fixed = [padded_rows(plan, workload) * workload.row_bytes] * len(counts)
             else:  # by now, rows may have come from as many ranks as there are domains over slower levels
                 rows = workload.tokens_per_rank * workload.row_scale * math.prod(counts[: levels[0]])
                 chances = self._routing.busiest_chances(levels)
                 by_level = [rows * num_bytes for num_bytes in row_bytes]
             stage = MessageStage.between(
-                Peers(("domain",), levels), self.cluster, layout, fixed, by_level, chances=chances, is_back=is_back
+                Peers(("domain",), levels), self.cluster, plan, fixed, by_level, chances=chances, is_back=is_back
             )
             message = Message("tokens", label, (stage,))
             program += [Post(message), Run("host_s", label, round_s, is_computing=False), Wait(message)]
@@ -214,22 +213,22 @@ class _Step:
         S_(l-1) times as many that came over each slower level j, in level j's codec.  Gradients are summed at each
         level, so the codec of a level applies to all that it carries.  Weights of hot experts travel as they are.
         """
-        layout, workload, routing = self.layout, self.workload, self._routing
-        parts = expert_parts(workload, experts_per_rank(layout, workload))
-        codecs = [one.weight if way == "weights" else one.gradient for one in layout.codecs]
+        plan, workload, routing = self.plan, self.workload, self._routing
+        parts = expert_parts(workload, experts_per_rank(plan, workload))
+        codecs = [one.weight if way == "weights" else one.gradient for one in plan.codecs]
         own = [codec.message_bytes(parts, workload.param_bytes) for codec in codecs]
         of_hot = [float(workload.expert_travel_bytes)] * len(codecs)
         if way == "gradients":
             of_hot = [codec.message_bytes(expert_parts(workload, 1), workload.param_bytes) for codec in codecs]
-        levels, by_level = layout.gather_levels, list[tuple[int, MessageStage]]()
+        levels, by_level = plan.gather_levels, list[tuple[int, MessageStage]]()
         if not self.gathers_by_level and levels:  # source: paper (4)
-            by_level.append((levels[0], MessageStage.between(Peers(("offset",), levels), self.cluster, layout, own)))
+            by_level.append((levels[0], MessageStage.between(Peers(("offset",), levels), self.cluster, plan, own)))
         for level in levels if self.gathers_by_level else ():
             held = self._held_bytes(way, level, own) + routing.num_passed_on(level) * of_hot[level]
             by_level.append((level, self._among_neighbours("offset", level, held)))
-        if routing.hot and layout.hot_level is not None:
-            to_each = routing.num_copies * of_hot[layout.hot_level] / (routing.num_sharing - 1)
-            by_level.append((layout.hot_level, self._among_neighbours("domain", layout.hot_level, to_each)))
+        if routing.hot and plan.hot is not None:
+            to_each = routing.num_copies * of_hot[plan.hot.level] / (routing.num_sharing - 1)
+            by_level.append((plan.hot.level, self._among_neighbours("domain", plan.hot.level, to_each)))
         stages = tuple(stage for _, stage in sorted(by_level, key=lambda one: one[0]))
         if way == "weights":
             return Message("expert_weights", way, stages)
@@ -237,7 +236,7 @@ class _Step:
 
     def _held_bytes(self, way: Way, level: int, own: Sequence[float]) -> float:
         """What a rank sends to each neighbour at a level; own: bytes of its experts, by level."""
-        sizes = self.layout.domain_sizes
+        sizes = self.plan.domain_sizes
         if way == "gradients":
             return math.prod(sizes[:level]) * own[level]
         held = own[level]
@@ -247,14 +246,14 @@ class _Step:
 
     def _among_neighbours(self, part: PlacePart, level: int, num_bytes: float) -> MessageStage:
         per_peer = [num_bytes] * len(self.cluster.sizes)
-        return MessageStage.between(Peers((part,), (level,)), self.cluster, self.layout, per_peer)
+        return MessageStage.between(Peers((part,), (level,)), self.cluster, self.plan, per_peer)
 
     def _send(self, way: Way, message: Message) -> Program:
         """Encode and post one layer's packet; weights are queued right after the optimizer step."""
         if not message.stages:
             return ()
         seconds = self._coding_s(way, "encode_bytes_per_s")
-        seconds += host_traffic_s(self.layout, self.workload, way)
+        seconds += host_traffic_s(self.plan, self.workload, way)
         packet = Run("host_s", "packet", self.rates.packet_s, is_computing=False)
         return _without_pauses(Run("codec_s", f"encode {way}", seconds), packet, Post(message))
 
@@ -267,16 +266,16 @@ class _Step:
         Weights are encoded once for each codec, and a replica is decoded once, on the rank that keeps it.  Every
         message of gradients is encoded and decoded.
         """
-        layout, workload = self.layout, self.workload
-        owned = experts_per_rank(layout, workload)
-        codecs = {level: layout.codecs[level] for level in layout.gather_levels}
+        plan, workload = self.plan, self.workload
+        owned = experts_per_rank(plan, workload)
+        codecs = {level: plan.codecs[level] for level in plan.gather_levels}
         times: list[tuple[float, CodecCost]]
         if way == "gradients":
-            times = [(gradients_sent(layout, workload, at), one.gradient) for at, one in enumerate(layout.codecs)]
+            times = [(gradients_sent(plan, workload, at), one.gradient) for at, one in enumerate(plan.codecs)]
         elif rate == "encode_bytes_per_s":
             times = [(owned, codec) for codec in {one.weight for one in codecs.values()}]
         else:
-            times = [(owned * replicas_over(layout, level), one.weight) for level, one in codecs.items()]
+            times = [(owned * replicas_over(plan, level), one.weight) for level, one in codecs.items()]
         return math.fsum(count * workload.expert_travel_bytes / getattr(codec, rate) for count, codec in times)
 
 

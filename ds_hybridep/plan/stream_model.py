@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Seconds of one training step for a cluster, a layout of experts and a workload, term by term.
+"""Seconds of one training step for a cluster, a plan of experts and a workload, term by term.
 
 One clock runs through the program of a rank (`plan.step`), and one for each level's uplink, which the ranks below a
 child share.  Every second belongs to one term, so the terms add up.  On a link, messages follow each other in the
@@ -13,9 +13,10 @@ from collections import defaultdict, deque
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from ds_hybridep.plan.cluster import Cluster, known_or_assumed_bandwidths
-from ds_hybridep.plan.layout import Layout, Rates, SyncModel
+from ds_hybridep.geometry.cluster import Cluster, known_or_assumed_bandwidths
+from ds_hybridep.plan.plan import PricedPlan
 from ds_hybridep.plan.program import KINDS, Kind, Message, MessageStage, Post, Program, Run, Wait
+from ds_hybridep.plan.rates import Rates
 from ds_hybridep.plan.step import step_program
 from ds_hybridep.plan.workload import Workload
 
@@ -55,16 +56,14 @@ def largest_difference(slower: StepPrediction, faster: StepPrediction) -> tuple[
     return more[term] - less[term], TERM_WORDS[term]
 
 
-def predict(
-    cluster: Cluster, layout: Layout, workload: Workload, rates: Rates, sync: SyncModel | None = None
-) -> StepPrediction:
+def predict(cluster: Cluster, plan: PricedPlan, workload: Workload, rates: Rates) -> StepPrediction:
     """Seconds and bytes of one training step in the steady state.  Raises PlanError if the arguments do not fit.
 
     What `rates.overlap` says is not hidden is taken from a step that waits for each message as soon as it is posted.
     Both steps grow when a bandwidth falls, so their weighted mean grows too.  That would not hold if links were slower
     while the rank computes: a wait for one level would give messages of another level time to flow.
     """
-    program = step_program(cluster, layout, workload, rates, sync or SyncModel())
+    program = step_program(cluster, plan, workload, rates)
     bandwidths = [bandwidth / rates.wire_factor for bandwidth in known_or_assumed_bandwidths(cluster)]
     clock = _Clock(bandwidths)
     clock.run(program)

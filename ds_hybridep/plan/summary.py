@@ -5,11 +5,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from ds_hybridep.plan.cluster import BITS_PER_BYTE, MS_PER_S, Level, known_or_assumed_bandwidths
-from ds_hybridep.plan.hot_gain import hot_gain
-from ds_hybridep.plan.layout import EXACT, Layout
+from ds_hybridep.geometry.cluster import BITS_PER_BYTE, MS_PER_S, Level, known_or_assumed_bandwidths
 from ds_hybridep.plan.memory import Memory
-from ds_hybridep.plan.planner import Candidate, Plan
+from ds_hybridep.plan.plan import EXACT, PricedPlan
+from ds_hybridep.plan.planner import Answer, Candidate
 from ds_hybridep.plan.question import Question
 from ds_hybridep.plan.rivals import Alternative
 
@@ -31,11 +30,11 @@ def level_settings(level: Level) -> dict[str, Any]:
     return {"name": level.name, "size": level.size, **numbers, **several, **control}
 
 
-def ds_config_block(question: Question, plan: Plan) -> dict[str, Any]:
+def ds_config_block(question: Question, answer: Answer) -> dict[str, Any]:
     """Settings to paste into ds_config.json: the "hybridep" block, and other settings that the plan needs there."""
-    layout, levels = plan.best.layout, []
+    plan, levels = answer.best.plan, []
     for level, domain_size, hot, codecs in zip(
-        question.cluster.levels, layout.domain_sizes, layout.hot_by_level, layout.codecs, strict=True
+        question.cluster.levels, plan.domain_sizes, plan.hot_by_level, plan.codecs, strict=True
     ):
         entry = level_settings(level)
         entry["domain_size"] = domain_size
@@ -45,59 +44,60 @@ def ds_config_block(question: Question, plan: Plan) -> dict[str, Any]:
             entry["codecs"] = RECOMMENDED
         levels.append(entry)
     block: dict[str, Any] = {"levels": levels}
-    if layout.state == "host":
+    if plan.state == "host":
         block["state"] = "host"
-    if sum(count > 1 for count in layout.domain_counts) > 1:
-        block["token_exchange"] = layout.exchange
-    if question.sync.algorithm == "ring":
+    if sum(count > 1 for count in plan.domain_counts) > 1:
+        block["token_exchange"] = plan.token_exchange
+    if plan.dense_sync == "deepspeed":
         block["dense_sync"] = "deepspeed"
     settings: dict[str, Any] = {"hybridep": block}
-    if plan.best.group.is_strided:
+    if answer.best.group.is_strided:
         settings["use_data_before_expert_parallelism"] = True
     return settings
 
 
-def verdict(question: Question, plan: Plan) -> list[str]:
+def verdict(question: Question, answer: Answer) -> list[str]:
     """One or more sentences: use it, use it without domains, or do not use it, and why."""
-    best, better = plan.best, plan.better
+    best, better = answer.best, answer.better
     if better is not None:
         lines = [
             f"Do not use it: {better.name} takes {_seconds(better.step_s)}, this program's best plan "
             f"{_seconds(best.step_s)} ({best.step_s / better.step_s:.2f} times as long)."
         ]
-    elif best.layout.domain_size == 1:
-        hot = "hot experts, " if best.layout.hot_experts else ""
+    elif best.plan.domain_size == 1:
+        hot = "hot experts, " if best.plan.num_hot else ""
         lines = [
             f"Domains do not pay here: leave every domain_size at 1 ({_seconds(best.step_s)}). What the block then "
-            f"brings is the de-duplicated exchange without padding, {hot}and sums level by level{_encoded_over(plan)}."
+            f"brings is the de-duplicated exchange without padding, {hot}and sums level by level"
+            f"{_encoded_over(answer)}."
         ]
     else:
-        sizes = list(best.layout.domain_sizes)
-        encoded = _encoded_over(plan)
+        sizes = list(best.plan.domain_sizes)
+        encoded = _encoded_over(answer)
         lines = [f"Use domain sizes {sizes}{encoded}: {_seconds(best.step_s)}, {best.reason}."]
-    if (as_sites := plan.better_as_sites) is not None:
+    if (as_sites := answer.better_as_sites) is not None:
         lines.append(
-            f"One job for each {plan.cluster.levels[0].name} is faster: {as_sites.name}, {_seconds(as_sites.step_s)}, "
-            f"{best.step_s / as_sites.step_s:.3g} times as fast ({as_sites.note})."
+            f"One job for each {answer.cluster.levels[0].name} is faster: {as_sites.name}, "
+            f"{_seconds(as_sites.step_s)}, {best.step_s / as_sites.step_s:.3g} times as fast ({as_sites.note})."
         )
-    elsewhere = plan.better_elsewhere
+    elsewhere = answer.better_elsewhere
     if elsewhere is not None:
         lines.append(
             f"Do not use it where you can have this: {elsewhere.name}, {_seconds(elsewhere.step_s)}, "
             f"{best.step_s / elsewhere.step_s:.3g} times as fast ({elsewhere.note})."
         )
-    return lines if better is not None else lines + _advice_on_groups(question, plan)
+    return lines if better is not None else lines + _advice_on_groups(question, answer)
 
 
-def _encoded_over(plan: Plan) -> str:
+def _encoded_over(answer: Answer) -> str:
     """Words for the levels over which the best plan encodes."""
-    pairs = zip(plan.cluster.levels, plan.best.layout.codecs, strict=True)
+    pairs = zip(answer.cluster.levels, answer.best.plan.codecs, strict=True)
     names = [level.name for level, codecs in pairs if codecs.label != EXACT]
     return f", encoded over {' and '.join(names)}" if names else ""
 
 
-def _advice_on_groups(question: Question, plan: Plan) -> list[str]:
-    cluster, group, layout = question.cluster, plan.best.group, plan.best.layout
+def _advice_on_groups(question: Question, answer: Answer) -> list[str]:
+    cluster, group, plan = question.cluster, answer.best.group, answer.best.plan
     num_experts, outermost = question.workload.model.num_experts, cluster.levels[0]
     lines = []
     if num_experts < cluster.num_ranks:
@@ -113,7 +113,7 @@ def _advice_on_groups(question: Question, plan: Plan) -> list[str]:
         )
     else:
         lines.append(f"Give the MoE layers ep_size={group.ep_size}; groups are neighbouring ranks.")
-    if outermost.size > 1 and layout.spans[0] == 1:
+    if outermost.size > 1 and plan.spans[0] == 1:
         lines.append(
             f"Each group stays inside one {outermost.name}: no token crosses the slow link and no expert migrates "
             f"over it, only gradients and parameters that both sides hold do; domain_size there must be 1."
@@ -121,34 +121,31 @@ def _advice_on_groups(question: Question, plan: Plan) -> list[str]:
     return lines
 
 
-def describe(question: Question, plan: Plan) -> str:
+def describe(question: Question, answer: Answer) -> str:
     """The whole answer as text."""
-    terms = plan.best.prediction.terms_s
+    terms = answer.best.prediction.terms_s
     shown = [f"{name.removesuffix('_s')} {seconds:.4g}" for name, seconds in terms.items() if seconds > 0]
     sections = [
         _describe_question(question),
-        _plan_table(plan),
-        f"Seconds of {plan.best.label}: {', '.join(shown)}",
-        f"GB per GPU: {_describe_memory(plan.best.memory)}",
-        *_describe_hot(question, plan),
-        "\n".join(verdict(question, plan)),
+        _plan_table(answer),
+        f"Seconds of {answer.best.label}: {', '.join(shown)}",
+        f"GB per GPU: {_describe_memory(answer.best.memory)}",
+        *_describe_hot(question, answer),
+        "\n".join(verdict(question, answer)),
     ]
     return "\n\n".join(sections)
 
 
-def _describe_hot(question: Question, plan: Plan) -> list[str]:
-    """What hot experts cost and bring, or why there are none; nothing under even routing."""
-    routing = plan.best.routing
+def _describe_hot(question: Question, answer: Answer) -> list[str]:
+    """What hot experts the plan has, or that it has none; nothing under even routing."""
+    plan, routing = answer.best.plan, answer.best.routing
     if not question.workload.is_uneven:
         return []
-    gain = hot_gain(question, plan.best)
-    if gain is None:
+    if plan.hot is None:
         return [f"Hot experts: none. The fullest rank computes {routing.load_after:.2f} times the mean."]
     return [
-        f"Hot experts: {gain.hot_experts} of each layer, inside level {gain.level}. They cost "
-        f"{gain.memory_bytes / GIGA:.3g} GB per GPU and {gain.uplink_bytes / GIGA:.3g} GB per step over the busiest "
-        f"{gain.level} link. The fullest rank computes {gain.load_after:.2f} instead of {gain.load_before:.2f} times "
-        f"the mean; a step takes {gain.step_s_after:.4g} instead of {gain.step_s_before:.4g} s."
+        f"Hot experts: {plan.num_hot} of each layer, inside level {question.cluster.levels[plan.hot.level].name}. "
+        f"The fullest rank computes {routing.load_after:.2f} instead of {routing.load_before:.2f} times the mean."
     ]
 
 
@@ -199,34 +196,31 @@ def _describe_question(question: Question) -> str:
     return "\n".join([sizes, "; ".join(links), ", ".join(details)])
 
 
-def _plan_table(plan: Plan) -> str:
-    is_uneven = plan.best.routing.weights is not None
+def _plan_table(answer: Answer) -> str:
+    is_uneven = answer.best.routing.weights is not None
     load = ("max/mean",) if is_uneven else ()
-    header = ("", "plan", "s/step", f"GB/step, {plan.cluster.levels[0].name} uplink", "GB/GPU", *load, "")
-    shown = _best_counts(plan)[:MAX_ROWS]
+    header = ("", "plan", "s/step", f"GB/step, {answer.cluster.levels[0].name} uplink", "GB/GPU", *load, "")
+    shown = _best_counts(answer)[:MAX_ROWS]
     # Data parallelism over the slow link is always shown, because most jobs use it.
-    inside = next((one for one in (plan.best, *plan.others) if one.layout.spans[0] == 1), None)
-    if inside is not None and inside not in (plan.best, *shown):
+    inside = next((one for one in (answer.best, *answer.others) if one.plan.spans[0] == 1), None)
+    if inside is not None and inside not in (answer.best, *shown):
         shown = (*shown, inside)
-    rows = [_candidate_row(plan.best, "->"), *(_candidate_row(candidate, "") for candidate in shown)]
-    hidden = len(plan.others) - len(shown)
+    rows = [_candidate_row(answer.best, "->"), *(_candidate_row(candidate, "") for candidate in shown)]
+    hidden = len(answer.others) - len(shown)
     if hidden > 0:
         rows.append(("", f"... {hidden} more, see --json", *[""] * (len(header) - 2)))
-    rows += [_alternative_row(way, is_uneven) for way in plan.alternatives]
+    rows += [_alternative_row(way, is_uneven) for way in answer.alternatives]
     return aligned([header, *rows], left=(0, 1, len(header) - 1))
 
 
-def _best_counts(plan: Plan) -> tuple[Candidate, ...]:
+def _best_counts(answer: Answer) -> tuple[Candidate, ...]:
     """The plans that lost, each with the best number of hot experts; and the best plan without them."""
-    seen: set[Layout] = set()
+    seen: set[PricedPlan] = set()
     shown = []
-    for one in (plan.best, *plan.others):
-        plain = replace(one.layout, hot_experts=0, hot_level=None, exchange="direct")
-        is_plain_best = (
-            one.layout.hot_experts == 0
-            and replace(plan.best.layout, hot_experts=0, hot_level=None, exchange="direct") == plain
-        )
-        if one is not plan.best and (plain not in seen or is_plain_best):
+    for one in (answer.best, *answer.others):
+        plain = replace(one.plan, hot=None, token_exchange="direct")
+        is_plain_best = one.plan.hot is None and replace(answer.best.plan, hot=None, token_exchange="direct") == plain
+        if one is not answer.best and (plain not in seen or is_plain_best):
             shown.append(one)
         seen.add(plain)
     return tuple(shown)

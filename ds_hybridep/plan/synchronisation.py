@@ -4,10 +4,10 @@
 import math
 from dataclasses import dataclass
 
-from ds_hybridep.plan.cluster import Cluster, latencies_of
+from ds_hybridep.geometry.cluster import Cluster, latencies_of
 from ds_hybridep.plan.costs import HOST_BYTES_PER_S
 from ds_hybridep.plan.held import Held
-from ds_hybridep.plan.layout import IDENTITY, Layout, SyncModel
+from ds_hybridep.plan.plan import PricedPlan
 from ds_hybridep.plan.program import (
     Instruction,
     Kind,
@@ -20,6 +20,7 @@ from ds_hybridep.plan.program import (
     Run,
     Wait,
 )
+from ds_hybridep.plan.rates import IDENTITY
 
 ALL_REDUCE_PASSES = 2.0  # of a ring
 NORM_BYTES = 1e-9  # so few that they count for nothing, but not 0, because messages of 0 bytes are left out
@@ -32,8 +33,8 @@ class Synchronisation:
     kind: Kind
     held: Held
     cluster: Cluster
-    layout: Layout
-    sync: SyncModel
+    plan: PricedPlan
+    factor: float  # on the bytes of messages
 
     @property
     def _name(self) -> str:
@@ -46,11 +47,11 @@ class Synchronisation:
 
     def sums(self, *, is_last: bool) -> Program:
         """Sums of gradients after a micro-step, over the fastest level first; without ZeRO, also their gather."""
-        if self.sync.algorithm == "ring":
+        if self.plan.dense_sync == "deepspeed":
             return self._ring(is_last=is_last)
         held, name, program = self.held, self._name, list[Instruction]()
         zero_stage = held.workload.zero_stage
-        if is_last and self.layout.state == "host":
+        if is_last and self.plan.state == "host":
             seconds = 2 * held.residual_bytes / HOST_BYTES_PER_S
             program.append(Run("codec_s", f"state of {name}", seconds))
         whole = held.slot_bytes(IDENTITY)
@@ -83,7 +84,7 @@ class Synchronisation:
         Own slots leave encoded over levels that encode; slots that came encoded over slower levels stay encoded.
         """
         held = self.held
-        if self.sync.algorithm == "ring" or not held.levels:
+        if self.plan.dense_sync == "deepspeed" or not held.levels:
             return (), ()
         codec, encoding_levels = held.gather_codec
         of_parameters = held.workload.zero_stage >= 1
@@ -106,8 +107,8 @@ class Synchronisation:
 
     def _trade(self, level: int, num_bytes: float) -> MessageStage:
         """The same bytes to every holder that is a neighbour at `level`."""
-        per_peer = [self.sync.factor * num_bytes] * len(self.cluster.sizes)
-        return MessageStage.between(Peers(self._parts, (level,)), self.cluster, self.layout, per_peer)
+        per_peer = [self.factor * num_bytes] * len(self.cluster.sizes)
+        return MessageStage.between(Peers(self._parts, (level,)), self.cluster, self.plan, per_peer)
 
     def _ring(self, *, is_last: bool) -> Program:
         """DeepSpeed's ring, which uses no codec: it sums gradients; from ZeRO 1 on, it gathers parameters at the end.
@@ -120,7 +121,7 @@ class Synchronisation:
             return ()
         sizes, spans, latencies, used = self.cluster.sizes, held.spans, latencies_of(self.cluster), held.levels
         passes = ALL_REDUCE_PASSES + (1.0 if is_last and stage_of >= 1 else 0.0)
-        edge_bytes = self.sync.factor * passes * (held.num_holders - 1) / held.num_holders * held.num_bytes
+        edge_bytes = self.factor * passes * (held.num_holders - 1) / held.num_holders * held.num_bytes
         uplink_bytes = [
             edge_bytes * (math.prod(sizes[level + 1 :]) // math.prod(spans[level + 1 :])) * (level in used)
             for level in range(len(sizes))

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from ds_hybridep.errors import PlanError
-from ds_hybridep.plan.slots import Shape
+from ds_hybridep.geometry.slots import Shape
 
 DTYPE_BYTES = {"fp32": 4, "float32": 4, "bf16": 2, "bfloat16": 2, "fp16": 2, "float16": 2}
 MASTER_BYTES = 4  # the gate's weights, gradient sums, and ZeRO's copy of a 2-byte parameter are fp32

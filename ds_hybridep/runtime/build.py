@@ -16,10 +16,11 @@ from ds_hybridep.experts.migration import LayerExperts, MigrationManager
 from ds_hybridep.experts.partitioned import full_shape
 from ds_hybridep.experts.replicas import Replicas
 from ds_hybridep.experts.slots import Block, lay_out
-from ds_hybridep.kernels import Kernels
-from ds_hybridep.plan.costs import return_depth
-from ds_hybridep.plan.partition import Partition
-from ds_hybridep.plan.token_route import TokenExchange, build_route, choose_exchange
+from ds_hybridep.geometry.packets import return_depth
+from ds_hybridep.geometry.partition import Partition
+from ds_hybridep.geometry.token_route import TokenExchange, build_route, choose_exchange
+from ds_hybridep.kernels import Kernels, Mode
+from ds_hybridep.plan.plan import JobPlan, plan_of
 from ds_hybridep.sync.slot_codecs import Encoding, no_master, no_scale
 from ds_hybridep.sync.stages import connect, gather_stages
 from ds_hybridep.sync.transaction import Transaction
@@ -62,15 +63,21 @@ class Facts:
 
 @dataclass(frozen=True)
 class PlannedLayer:
-    """A layer with its domains and its token exchange (None: DeepSpeed's own).
-
-    hot_level: level inside which it may have hot experts.
-    """
+    """A layer, its plan, and the domains that this gives to the ranks of its group."""
 
     spec: LayerSpec
     partition: Partition
-    exchange: TokenExchange | None
-    hot_level: int | None = None
+    plan: JobPlan
+
+    @property
+    def exchange(self) -> TokenExchange | None:
+        """The token exchange; None: DeepSpeed's own."""
+        return None if self.plan.token_exchange == "deepspeed" else self.plan.token_exchange
+
+    @property
+    def hot_level(self) -> int | None:
+        """Level inside which it may have hot experts."""
+        return None if self.plan.hot is None else self.plan.hot.level
 
     @property
     def of_hot(self) -> Partition:
@@ -115,26 +122,19 @@ class PlannedLayer:
 
 
 def plan_layer(config: HybridEPConfig, spec: LayerSpec) -> PlannedLayer:
-    """Return a layer with the domains and the token exchange that the settings give it."""
+    """Return a layer with the plan that the settings give it."""
     partition = Partition.build(config.cluster(), spec.group_ranks, config.domain_sizes)
-    hot_level = config.hot_level
-    if hot_level is not None and (partition.spans[hot_level] == 1 or config.levels[hot_level].domain_size != 1):
-        hot_level = None
-    if partition.domain_size > 1 or hot_level is not None:
-        check_experts(spec)
-    if config.token_exchange == "deepspeed":
-        return PlannedLayer(spec, partition, None)
-    if config.token_exchange != "auto":
-        return PlannedLayer(spec, partition, config.token_exchange, hot_level)
-    row_bytes = spec.hidden * spec.sample.element_size()
     exchange = choose_exchange(
         partition,
         num_experts=spec.num_experts,
         top_k=spec.top_k,
-        row_bytes=row_bytes,
+        row_bytes=spec.hidden * spec.sample.element_size(),
         num_tokens=TYPICAL_NUM_TOKENS,
     )
-    return PlannedLayer(spec, partition, exchange, hot_level)
+    plan = plan_of(config, partition.spans, exchange)
+    if partition.domain_size > 1 or plan.hot is not None:
+        check_experts(spec)
+    return PlannedLayer(spec, partition, plan)
 
 
 @dataclass(frozen=True)
@@ -223,20 +223,20 @@ def describe(
 ) -> str:
     """Describe a plan in one line, for the log."""
     first = planned[0]
-    levels = list(zip(config.levels, first.partition.domain_sizes, first.partition.domain_counts, strict=True))
+    levels = list(zip(config.levels, first.plan.domain_sizes, first.plan.domain_counts, strict=True))
     said = [
         f"hybridep: {len(planned)} MoE layers",
         f"domain sizes {', '.join(f'{level.name} {size}' for level, size, _ in levels)}",
-        f"tokens {first.exchange or 'deepspeed'}",
+        f"tokens {first.plan.token_exchange}",
         f"{kernels} kernels",
         memory,
     ]
     if first.spec.sample.is_cuda:
         said.append(f"over {', '.join(backends)}")
-    if config.dense_sync == "hierarchical":
+    if first.plan.dense_sync == "hierarchical":
         said.append("dense gradients and parameters by level")
     if (at := config.hot_level) is not None:
-        effect = "" if first.hot_level is not None else " (no effect: no tokens of ours cross it)"
+        effect = "" if first.plan.hot is not None else " (no effect: no tokens of ours cross it)"
         most = config.levels[at].hot_experts
         said.append(f"hot experts {most} over {config.levels[at].name}{effect}")
     said += config.describe_codecs()
@@ -247,14 +247,12 @@ def describe(
     return ", ".join(said)
 
 
-def encoding_of(config: HybridEPConfig, *, is_dense: bool = False) -> Encoding:
+def encoding_of(plan: JobPlan, kernels: Mode, *, is_dense: bool = False) -> Encoding:
     """Return the encoding of experts, or of dense parameters; it has no `master_of` and `loss_scale` yet."""
-    kernels = config.advanced.kernels
-    codecs = [level.all_codecs for level in config.levels]
-    weights = [one.dense_weight if is_dense else one.weight for one in codecs]
-    gradients = [one.dense_gradient if is_dense else one.gradient for one in codecs]
+    weights = [one.dense_weight if is_dense else one.weight for one in plan.codecs]
+    gradients = [one.dense_gradient if is_dense else one.gradient for one in plan.codecs]
     return Encoding(
         tuple(None if one == IDENTITY else make_weight_codec(one, kernels=kernels) for one in weights),
         tuple(None if one == IDENTITY else make_codec(one, kernels=kernels) for one in gradients),
-        is_on_host=config.state == "host",
+        is_on_host=plan.state == "host",
     )

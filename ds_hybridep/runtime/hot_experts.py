@@ -18,9 +18,9 @@ from ds_hybridep.adaptive.rates import expert_params, measure_experts
 from ds_hybridep.config import AUTO, HybridEPConfig
 from ds_hybridep.experts.migration import LayerExperts
 from ds_hybridep.experts.replicas import parts_of_hot
-from ds_hybridep.plan.costs import COMPACT_BYTES, ranks_below
-from ds_hybridep.plan.hot import ROWS_ONLY, HotCosts, choose_hot, rank_loads
-from ds_hybridep.plan.token_route import build_route
+from ds_hybridep.geometry.hot import ROWS_ONLY, HotCosts, choose_hot, rank_loads
+from ds_hybridep.geometry.packets import COMPACT_BYTES
+from ds_hybridep.geometry.token_route import build_route
 from ds_hybridep.runtime.build import PlannedLayer
 from ds_hybridep.runtime.log import warn_once
 from ds_hybridep.sync.messages import MessageLayout, PacketPart
@@ -195,6 +195,7 @@ class HotExperts:
             for layer, planned in layers
             if planned.hot_level is not None
         }
+        self._hot = next((planned.plan.hot for _, planned in layers if planned.plan.hot is not None), None)
         self._groups: dict[tuple[int, ...], list[HotLayer]] = {}
         for one in self.layers.values():
             self._groups.setdefault(one.spec.group_ranks, []).append(one)
@@ -250,9 +251,9 @@ class HotExperts:
 
     def _limit(self) -> int | None:
         """Return the most hot experts of a layer by the settings; None if the free memory is to say it."""
-        at = self._config.hot_level
-        assert at is not None
-        wanted, gigabytes = self._config.levels[at].hot_experts, self._config.levels[at].hot_memory_gb
+        assert self._hot is not None
+        at, wanted = self._hot.level, self._hot.most
+        gigabytes = self._config.levels[at].hot_memory_gb
         if gigabytes is None:
             return None if wanted == AUTO else int(wanted)
         fitting = math.floor(gigabytes * 1e9 / self._bytes_of_one)
@@ -271,9 +272,9 @@ class HotExperts:
 
     def _measure(self) -> tuple[int, HotCosts]:
         """Return the most hot experts of a layer, and what decides whether they pay."""
-        at, limit, spec = self._config.hot_level, self._limit(), next(iter(self.layers.values())).spec
-        assert at is not None
-        if self._config.levels[at].hot_experts != AUTO:
+        assert self._hot is not None
+        at, limit, spec = self._hot.level, self._limit(), next(iter(self.layers.values())).spec
+        if self._hot.most != AUTO:
             assert limit is not None
             return limit, ROWS_ONLY
         probe = LinkProbe(self._transport, spec.sample.device)
@@ -286,7 +287,7 @@ class HotExperts:
             free_bytes, _ = memory_left(spec.sample.device, ranks_on_host(probe))
             left = min(row[0] for row in probe.table([free_bytes]))
             limit = math.floor(MEMORY_SHARE * left / self._bytes_of_one)
-        rate = (cluster.levels[at].link.bandwidth_bytes_per_s or math.inf) / ranks_below(cluster)[at]
+        rate = (cluster.levels[at].link.bandwidth_bytes_per_s or math.inf) / cluster.ranks_below[at]
         travels = next(iter(self.layers.values())).travel_bytes * rates.wire_factor
         return limit, HotCosts(row_s=6.0 * expert_params(spec) / rates.flops_per_s, copy_s=travels / rate)
 
@@ -294,12 +295,8 @@ class HotExperts:
 
     def follow(self, earlier: "HotExperts") -> None:
         """Go on with what an earlier plan has measured."""
-        at = self._config.hot_level
-        if (
-            at is not None
-            and at == earlier._config.hot_level
-            and self._config.levels[at] == earlier._config.levels[at]
-        ):
+        hot, levels = self._hot, self._config.levels
+        if hot is not None and hot == earlier._hot and levels[hot.level] == earlier._config.levels[hot.level]:
             self._limit_and_costs = earlier._limit_and_costs
         for name, one in self.layers.items():
             if name in earlier.layers:

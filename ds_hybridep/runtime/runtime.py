@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +17,7 @@ from ds_hybridep.errors import GradientNotReturnedError
 from ds_hybridep.experts.partitioned import full_shape
 from ds_hybridep.experts.verification import verify
 from ds_hybridep.kernels import Kernels, load_kernels
+from ds_hybridep.plan.plan import JobPlan
 from ds_hybridep.runtime.build import DENSE, Builder, Facts, PlannedLayer, describe, encoding_of, plan_layer
 from ds_hybridep.runtime.codec_state import CodecCheckpoint
 from ds_hybridep.runtime.hot_experts import HotExperts
@@ -100,8 +101,9 @@ class HybridRuntime:
         self._is_stepping = self._is_committed = False
         self.shared_parameters: Callable[[str], Sequence[Tensor]] = lambda _: ()  # flat, by name of the group
         # This makes channels, in the same order on all ranks, and before memory is allocated.
-        encoding = facts.complete(encoding_of(config))
-        of_dense = replace(encoding_of(config, is_dense=True), loss_scale=facts.loss_scale)
+        encoding = facts.complete(encoding_of(self.plan, config.advanced.kernels))
+        of_dense = encoding_of(self.plan, config.advanced.kernels, is_dense=True)
+        of_dense = replace(of_dense, loss_scale=facts.loss_scale)
         device = facts.specs[0].sample.device
         self.syncs = {
             name: GroupSync(transport, ranks, name, of_dense if name == DENSE else encoding, self.transaction, device)
@@ -252,8 +254,9 @@ class HybridRuntime:
     # -- what others ask --------------------------------------------------------------------------------------------
 
     @property
-    def token_exchange(self) -> Literal["direct", "hierarchical", "deepspeed"]:
-        return self._planned[0].exchange or "deepspeed"
+    def plan(self) -> JobPlan:
+        """The plan of the first layer; layers with other expert-parallel groups may have another exchange."""
+        return self._planned[0].plan
 
     @property
     def codec_s(self) -> float:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from ds_hybridep.plan.cluster import Cluster
+from ds_hybridep.geometry.cluster import Cluster
 from ds_hybridep.plan.program import Peers
 from ds_hybridep.simulate.flows import Floats, Ints
 

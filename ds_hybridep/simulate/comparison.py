@@ -8,8 +8,8 @@ from typing import Any
 from rich.console import Console
 from rich.progress import track
 
-from ds_hybridep.plan.cluster import Cluster
-from ds_hybridep.plan.layout import Layout
+from ds_hybridep.geometry.cluster import Cluster
+from ds_hybridep.plan.plan import PricedPlan
 from ds_hybridep.plan.planner import make_plan
 from ds_hybridep.plan.question import Question
 from ds_hybridep.plan.rivals import without_domains
@@ -26,47 +26,47 @@ class SimulatedPlan:
     """A plan and its simulated step; lacking_bytes: memory that it lacks."""
 
     name: str
-    layout: Layout
+    plan: PricedPlan
     lacking_bytes: float
     step: SimulatedStep
 
 
-def scenario_of(question: Question, layout: Layout, **conditions: Any) -> Scenario:
-    """A layout under conditions, which are fields of `Scenario`."""
+def scenario_of(question: Question, plan: PricedPlan, **conditions: Any) -> Scenario:
+    """A plan under conditions, which are fields of `Scenario`."""
     return Scenario(
-        cluster=question.cluster, layout=layout, workload=question.workload, rates=question.rates,
-        sync=question.sync_of(layout), **conditions,
+        cluster=question.cluster, plan=plan, workload=question.workload, rates=question.rates,
+        **conditions,
     )  # fmt: skip
 
 
-def layouts_of(question: Question, domains: Sequence[tuple[int, ...]]) -> list[tuple[str, Layout, float]]:
-    """(name, layout, bytes of memory lacking) of the planner's best, of the ways to compare with, and of `domains`."""
-    plan = make_plan(question)
-    layouts = [(f"best plan, {plan.best.label}", plan.best.layout, plan.best.lacking_bytes)]
-    layouts += [(way.name, way.layout, way.lacking_bytes) for way in plan.alternatives if way.layout is not None]
-    spans = plan.best.group.spans(question.cluster)
+def plans_of(question: Question, domains: Sequence[tuple[int, ...]]) -> list[tuple[str, PricedPlan, float]]:
+    """(name, plan, bytes of memory lacking) of the planner's best, of the ways to compare with, and of `domains`."""
+    answer = make_plan(question)
+    plans = [(f"best plan, {answer.best.label}", answer.best.plan, answer.best.lacking_bytes)]
+    plans += [(way.name, way.plan, way.lacking_bytes) for way in answer.alternatives if way.plan is not None]
+    spans = answer.best.group.spans(question.cluster)
     for sizes in domains:
-        layout, _ = question.with_best_exchange(replace(without_domains(spans), domain_sizes=sizes))
-        layouts.append(("[" + ",".join(map(str, sizes)) + "]", layout, 0.0))
-    return layouts
+        plan, _ = question.with_best_exchange(replace(without_domains(spans, question.dense_sync), domain_sizes=sizes))
+        plans.append(("[" + ",".join(map(str, sizes)) + "]", plan, 0.0))
+    return plans
 
 
 def simulate_all(
     question: Question,
     conditions: Mapping[str, Any],
-    layouts: Sequence[tuple[str, Layout, float]],
+    plans: Sequence[tuple[str, PricedPlan, float]],
     traced_ranks: Sequence[int] = (),
 ) -> list[SimulatedPlan]:
-    """Simulate every layout; only the first simulation traces ranks.  Shows progress if stderr is a terminal.
+    """Simulate every plan; only the first simulation traces ranks.  Shows progress if stderr is a terminal.
 
     conditions: as `scenario_of` takes them.
     """
     results = []
     terminal = Console(stderr=True)
-    shown = track(layouts, "simulating", console=terminal, disable=not terminal.is_terminal, transient=True)
-    for number, (name, layout, lacking) in enumerate(shown):
-        step = simulate(scenario_of(question, layout, **conditions), traced_ranks=() if number else traced_ranks)
-        results.append(SimulatedPlan(name, layout, lacking, step))
+    shown = track(plans, "simulating", console=terminal, disable=not terminal.is_terminal, transient=True)
+    for number, (name, plan, lacking) in enumerate(shown):
+        step = simulate(scenario_of(question, plan, **conditions), traced_ranks=() if number else traced_ranks)
+        results.append(SimulatedPlan(name, plan, lacking, step))
     return results
 
 
@@ -92,8 +92,8 @@ def answer_json(cluster: Cluster, results: Sequence[SimulatedPlan]) -> dict[str,
         "plans": [
             {
                 "name": result.name,
-                "domain_sizes": list(result.layout.domain_sizes),
-                "spans": list(result.layout.spans),
+                "domain_sizes": list(result.plan.domain_sizes),
+                "spans": list(result.plan.spans),
                 "step_s": result.step.step_s,
                 "terms_s": dict(result.step.terms_s),
                 "uplink_bytes": [dict(kinds) for kinds in result.step.uplink_bytes(cluster)],

@@ -4,8 +4,9 @@
 from dataclasses import dataclass
 
 from ds_hybridep.errors import PlanError
-from ds_hybridep.plan.cluster import Cluster
-from ds_hybridep.plan.layout import Layout, Rates, SyncModel
+from ds_hybridep.geometry.cluster import Cluster
+from ds_hybridep.plan.plan import PricedPlan
+from ds_hybridep.plan.rates import Rates
 from ds_hybridep.plan.routing import experts_per_rank
 from ds_hybridep.plan.workload import Workload
 
@@ -38,7 +39,7 @@ class Scenario:
     A message between datacentres passes no link inside them: a GPU has one link to its neighbours and another one to
     the world.
 
-    cluster, layout, workload, rates, sync: as `stream_model.predict` takes them. `rates.overlap` is the factor on the
+    cluster, plan, workload, rates: as `stream_model.predict` takes them. `rates.overlap` is the factor on the
         rate of a flow while a rank that takes part in it computes.
     deviations: places that differ from their level.
     jitter: standard deviation of the logarithm of the seconds of each piece of computation, drawn by rank and piece.
@@ -48,18 +49,17 @@ class Scenario:
     """
 
     cluster: Cluster
-    layout: Layout
+    plan: PricedPlan
     workload: Workload
     rates: Rates
-    sync: SyncModel = SyncModel()
     deviations: tuple[Deviation, ...] = ()
     jitter: float = 0.0
     is_fair_to_flows: bool = True
     gathers_by_level: bool = True
 
     def __post_init__(self) -> None:
-        self.layout.check_fits(self.cluster)
-        experts_per_rank(self.layout, self.workload)  # raises where they cannot be shared evenly
+        self.plan.check_fits(self.cluster)
+        experts_per_rank(self.plan, self.workload)  # raises where they cannot be shared evenly
         sizes = self.cluster.sizes
         for deviation in self.deviations:
             place = deviation.place

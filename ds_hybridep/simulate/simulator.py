@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ds_hybridep.errors import PlanError
-from ds_hybridep.plan.cluster import Cluster, flatten, known_or_assumed_bandwidths
+from ds_hybridep.geometry.cluster import Cluster, flatten, known_or_assumed_bandwidths
 from ds_hybridep.plan.program import Kind, Peers, peers_in
 from ds_hybridep.plan.routing import routing_of
 from ds_hybridep.plan.step import step_program
@@ -71,14 +71,12 @@ def simulate(scenario: Scenario, *, is_reduced: bool = True, traced_ranks: Seque
             f"{cluster.num_ranks} ranks are too many to be simulated one by one (at most {MAX_FULL_RANKS}); leave out "
             f"jitter, which makes all of them different"
         )
-    layout, workload = scenario.layout, scenario.workload
-    ranks = Ranks.of(cluster, layout)
-    program = step_program(
-        cluster, layout, workload, scenario.rates, scenario.sync, gathers_by_level=scenario.gathers_by_level
-    )
+    plan, workload = scenario.plan, scenario.workload
+    ranks = Ranks.of(cluster, plan)
+    program = step_program(cluster, plan, workload, scenario.rates, gathers_by_level=scenario.gathers_by_level)
     patterns = {peers: ranks.groups(peers) for peers in peers_in(program) if not peers.is_ring}
     *uplinks, slowdowns = _factors(scenario)
-    priced, num_levels = routing_of(layout, workload), len(uplinks)  # its fullest rank is that of the program
+    priced, num_levels = routing_of(plan, workload), len(uplinks)  # its fullest rank is that of the program
     routing = SimulatedRouting.of(ranks, priced)
     exact = [*uplinks, slowdowns, routing.pairs, *routing.chances, *routing.near_chances]
     found, classes, error = _with_few_classes(cluster, exact, patterns, is_reduced=is_reduced)
@@ -90,7 +88,7 @@ def simulate(scenario: Scenario, *, is_reduced: bool = True, traced_ranks: Seque
         is_fair_to_flows=scenario.is_fair_to_flows,
     )
     # One peer in each domain sends its rows here.
-    rows = pairs * math.prod(layout.domain_counts) / workload.model.top_k / priced.load_after
+    rows = pairs * math.prod(plan.domain_counts) / workload.model.top_k / priced.load_after
     schedule = Schedule(program, scenario, rows[classes.examples], slowdowns[classes.examples], maker)
     traced = {rank: int(classes.class_of[rank]) for rank in traced_ranks}
     engine = Engine(

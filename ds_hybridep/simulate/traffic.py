@@ -8,9 +8,9 @@ from functools import cached_property
 
 import numpy as np
 
+from ds_hybridep.geometry.cluster import Cluster, unflatten
 from ds_hybridep.plan import routing as planned
-from ds_hybridep.plan.cluster import Cluster, unflatten
-from ds_hybridep.plan.layout import Layout
+from ds_hybridep.plan.plan import PricedPlan
 from ds_hybridep.plan.program import MessageStage, Peers, PlacePart
 from ds_hybridep.simulate.classes import RankClasses
 from ds_hybridep.simulate.flows import Floats, Flows, Ints
@@ -26,17 +26,17 @@ class Ranks:
     """
 
     cluster: Cluster
-    layout: Layout
+    plan: PricedPlan
     places: Mapping[PlacePart, tuple[Ints, ...]]
 
     @classmethod
-    def of(cls, cluster: Cluster, layout: Layout) -> "Ranks":
+    def of(cls, cluster: Cluster, plan: PricedPlan) -> "Ranks":
         """Groups of neighbours at each level; a strided group differs only in the names of its ranks."""
         places = np.array([unflatten(rank, cluster.sizes) for rank in range(cluster.num_ranks)], dtype=np.int64)
-        spans, sizes = np.array(layout.spans), np.array(layout.domain_sizes)
+        spans, sizes = np.array(plan.spans), np.array(plan.domain_sizes)
         inside = places % spans
         parts: dict[PlacePart, Ints] = {"group": places // spans, "domain": inside // sizes, "offset": inside % sizes}
-        return cls(cluster, layout, {part: tuple(columns.T) for part, columns in parts.items()})
+        return cls(cluster, plan, {part: tuple(columns.T) for part, columns in parts.items()})
 
     def groups(self, peers: Peers) -> Ints:
         """[num_ranks] numbers: ranks with equal numbers are peers.  Source: paper, topology rule."""
@@ -79,15 +79,15 @@ class SimulatedRouting:
         of_rank = numbered_in_group(ranks)
         pairs = [found.chances(level + 1) for level in range(len(found.spans))]
         far, near = (tuple(np.array(one)[of_rank] for one in kind) for kind in zip(*pairs, strict=True))
-        rows = np.array(found.rank_rows)[of_rank] * found.top_k / math.prod(ranks.layout.domain_counts)
+        rows = np.array(found.rank_rows)[of_rank] * found.top_k / math.prod(ranks.plan.domain_counts)
         return cls(far, rows, near if found.hot else ())
 
 
 def numbered_in_group(ranks: Ranks) -> Ints:
     """[num_ranks] rank inside the expert-parallel group, row-major."""
-    layout = ranks.layout
+    plan = ranks.plan
     result = np.zeros(ranks.cluster.num_ranks, dtype=np.int64)
-    parts = zip(layout.spans, layout.domain_sizes, ranks.places["domain"], ranks.places["offset"], strict=True)
+    parts = zip(plan.spans, plan.domain_sizes, ranks.places["domain"], ranks.places["offset"], strict=True)
     for span, size, domain, offset in parts:
         result = result * span + domain * size + offset
     return result
@@ -167,9 +167,10 @@ class TrafficMaker:
         far = self._far[levels[-1]]
         if not self._near:
             return np.tile(far, (len(self.cluster.sizes), 1))
-        near, layout, result = self._near[levels[-1]], self._ranks.layout, []
+        near, plan, result = self._near[levels[-1]], self._ranks.plan, []
+        hot_level = None if plan.hot is None else plan.hot.level
         for level in range(len(self.cluster.sizes)):
-            share = planned.share_of_near(layout.hot_level, layout.domain_counts, levels, level)
+            share = planned.share_of_near(hot_level, plan.domain_counts, levels, level)
             result.append(far + share * (near - far))
         return np.stack(result)
 
@@ -191,7 +192,7 @@ class TrafficMaker:
     def _ring(self, stage: MessageStage) -> StageTraffic:
         """Rings of all peers, in rank order; all run in step, as one flow.  Each ring leaves a child by one edge."""
         sizes, num_levels, edge_bytes = self.cluster.sizes, len(self.cluster.sizes), stage.fixed_bytes[0]
-        spans = stage.peers.numbers(self._ranks.layout, sizes)
+        spans = stage.peers.numbers(self._ranks.plan, sizes)
         used = [level for level in range(num_levels) if spans[level] > 1]
         edges = [math.prod(spans[:level]) * (spans[level] - 1) for level in range(num_levels)]
         edges[used[0]] += 1  # from the last rank back to the first

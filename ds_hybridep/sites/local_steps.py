@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ds_hybridep.plan.slots import Span
+from ds_hybridep.geometry.slots import Span
 from ds_hybridep.sites.packets import OwnedSlice
 from ds_hybridep.sync.home import Home
 

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from ds_hybridep.codecs import Codec
-from ds_hybridep.plan.sites import MOST_LEAVES
-from ds_hybridep.plan.slots import Span
+from ds_hybridep.geometry.packets import MOST_LEAVES
+from ds_hybridep.geometry.slots import Span
 from ds_hybridep.sync.error_feedback import ErrorFeedback
 from ds_hybridep.sync.flat import parts_of, split
 from ds_hybridep.sync.home import Home

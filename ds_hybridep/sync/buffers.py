@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ds_hybridep.codecs import Codec, PacketOrder, PatchCodec
-from ds_hybridep.plan.slots import Span
+from ds_hybridep.geometry.slots import Span
 from ds_hybridep.sync.counters import CodecCounters
 from ds_hybridep.sync.error_feedback import ErrorFeedback
 from ds_hybridep.sync.flat import parts_of, split

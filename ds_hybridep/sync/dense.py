@@ -24,8 +24,8 @@ import torch
 from torch import Tensor
 
 from ds_hybridep.errors import VerificationError
-from ds_hybridep.plan.partition import Partition
-from ds_hybridep.plan.slots import Span, cut, even_bounds, whole
+from ds_hybridep.geometry.partition import Partition
+from ds_hybridep.geometry.slots import Span, cut, even_bounds, whole
 from ds_hybridep.sync.buffers import HeldSum, ParameterCodecs
 from ds_hybridep.sync.flat import split
 from ds_hybridep.sync.memory import CodecMemory

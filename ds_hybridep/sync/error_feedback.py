@@ -21,7 +21,7 @@ from torch import Tensor
 
 from ds_hybridep.codecs import Codec, CodecState, PacketOrder
 from ds_hybridep.codecs.compact import compact, compact_shape, expand, mix
-from ds_hybridep.plan.slots import Span
+from ds_hybridep.geometry.slots import Span
 from ds_hybridep.sync.home import Home
 from ds_hybridep.sync.messages import MessageLayout, PacketPart, squared_norm
 from ds_hybridep.sync.transaction import Transaction

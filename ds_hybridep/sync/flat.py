@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The parts of messages in flat buffers of several tensors; `plan.slots` says how these are cut into slots."""
+"""The parts of messages in flat buffers of several tensors; `geometry.slots` says how these are cut into slots."""
 
 import hashlib
 import math
@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-from ds_hybridep.plan.slots import Span, shapes_of
+from ds_hybridep.geometry.slots import Span, shapes_of
 from ds_hybridep.sync.messages import PacketPart
 
 

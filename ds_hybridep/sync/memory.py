@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ds_hybridep.plan.slots import Span, cut, even_bounds
+from ds_hybridep.geometry.slots import Span, cut, even_bounds
 from ds_hybridep.sync.buffers import ParameterCodecs
 from ds_hybridep.sync.counters import CodecCounters, CodecSums
 from ds_hybridep.sync.error_feedback import ErrorFeedback

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from ds_hybridep.codecs import Codec, CodecState
-from ds_hybridep.plan.packets import ALIGNMENT_BYTES
-from ds_hybridep.plan.slots import Span
+from ds_hybridep.geometry.packets import ALIGNMENT_BYTES
+from ds_hybridep.geometry.slots import Span
 
 BLOCK_ELEMENTS = 2**20  # converted at a time, because a copy of all may be too large
 

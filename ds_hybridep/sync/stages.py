@@ -16,8 +16,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from ds_hybridep.plan.cluster import flatten
-from ds_hybridep.plan.partition import Partition
+from ds_hybridep.geometry.cluster import flatten
+from ds_hybridep.geometry.partition import Partition
 from ds_hybridep.transport.channels import Channel, Transport
 
 

@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ds_hybridep.plan.slots import Span
+from ds_hybridep.geometry.slots import Span
 from ds_hybridep.sync.backward import accumulates
 from ds_hybridep.sync.error_feedback import residual_of
 from ds_hybridep.sync.messages import PacketPart

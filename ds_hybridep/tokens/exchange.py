@@ -28,9 +28,9 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from ds_hybridep.errors import CommunicationError
+from ds_hybridep.geometry.row_format import RowFormat
+from ds_hybridep.geometry.token_route import RouteStage
 from ds_hybridep.kernels import Kernels, RoutePlan
-from ds_hybridep.plan.row_format import RowFormat
-from ds_hybridep.plan.token_route import RouteStage
 from ds_hybridep.transport.channels import Channel, Purpose, Transport, profiler_range
 
 HEADER_BYTES = 16  # four 32-bit integers, see `header_of`; what follows is aligned for every type

@@ -21,8 +21,8 @@ import torch
 import torch.distributed as dist
 
 from ds_hybridep.errors import CommunicationError
+from ds_hybridep.geometry.cluster import Cluster
 from ds_hybridep.link import BULK, URGENT, Handle
-from ds_hybridep.plan.cluster import Cluster
 from ds_hybridep.transport.diagnosis import UNEQUAL_CALLS
 from ds_hybridep.transport.job import first_line
 from ds_hybridep.transport.job_link import LinkSettings, open_link

@@ -5,8 +5,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from ds_hybridep.geometry.cluster import Cluster
 from ds_hybridep.link import FAILED, LEFT, LOST, State
-from ds_hybridep.plan.cluster import Cluster
 
 VERDICT = "verdict"  # what another rank has found to be the cause
 GONE = State.GONE.value

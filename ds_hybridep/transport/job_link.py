@@ -17,8 +17,8 @@ import torch.distributed as dist
 
 from ds_hybridep.config import HybridEPConfig
 from ds_hybridep.errors import AgreementError, ConfigError
+from ds_hybridep.geometry.cluster import Cluster
 from ds_hybridep.link import SILENT_S, TLS, Address, Link, LinkOptions, State, read_secret
-from ds_hybridep.plan.cluster import Cluster
 from ds_hybridep.transport.job import job_store, read_note
 from ds_hybridep.transport.waits import waiting
 

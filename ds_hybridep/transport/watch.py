@@ -31,8 +31,8 @@ from math import inf
 import torch.distributed as dist
 
 from ds_hybridep.errors import AgreementError, CommunicationError
+from ds_hybridep.geometry.cluster import Cluster
 from ds_hybridep.link import FAILED, LEFT, LOST, SILENT_S, Fact, State
-from ds_hybridep.plan.cluster import Cluster
 from ds_hybridep.transport.agreement import agree
 from ds_hybridep.transport.diagnosis import ENDED, GONE, VERDICT, News, View, cause_of, peers_of, report
 from ds_hybridep.transport.job_link import LinkSettings, open_link

@@ -15,7 +15,7 @@ from ds_hybridep.adaptive.probe import REPETITIONS, SHORT_S, WIRE_FACTOR, LinkPr
 from ds_hybridep.commands.probe import better_of, cluster_file, read_levels, with_connections
 from ds_hybridep.config import parse_config
 from ds_hybridep.errors import ConfigError
-from ds_hybridep.plan.cluster import Cluster, Level, LinkSpeed
+from ds_hybridep.geometry.cluster import Cluster, Level, LinkSpeed
 
 SIZES = [(2, 2), (4, 1), (1, 4), (2, 1, 2)]
 

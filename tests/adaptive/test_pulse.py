@@ -5,7 +5,7 @@ from moe_refs import open_transport
 from process_pool import ProcessPool
 
 from ds_hybridep.adaptive.pulse import FAR, NEAR, TRIAL_STEPS, WARM_UP_STEPS, WINDOW, Pulse, StepWatch
-from ds_hybridep.plan.cluster import Cluster, Level
+from ds_hybridep.geometry.cluster import Cluster, Level
 
 
 def settled() -> StepWatch:

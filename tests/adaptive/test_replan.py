@@ -34,8 +34,8 @@ from training import (
 import ds_hybridep
 from ds_hybridep.adaptive import meter
 from ds_hybridep.adaptive.chooser import Look
-from ds_hybridep.adaptive.options import Option
 from ds_hybridep.errors import HybridEPError
+from ds_hybridep.plan.plan import JobPlan
 
 pytestmark = pytest.mark.dist
 
@@ -144,9 +144,9 @@ def planned_run(case: Case, wanted: list[tuple[int, ...]], steps: int) -> tuple[
         planner = attachment_of(engine).planner
         looks = iter(wanted)
 
-        def look(current: Option, _: Look) -> tuple[Option, bool]:
+        def look(current: JobPlan, _: Look) -> tuple[JobPlan, bool]:
             sizes = next(looks)
-            best = next(option for option in planner._chooser.options if option.config.domain_sizes == sizes)
+            best = next(plan for plan in planner._chooser.plans if plan.domain_sizes == sizes)
             return best, best == current
 
         planner._chooser.look = look
@@ -158,7 +158,7 @@ def looks_at(planner: Any) -> list[int]:
     """Let every look find that the plan stays; the steps of these looks are added to the list."""
     steps: list[int] = []
 
-    def look(current: Option, about: Look) -> tuple[Option, bool]:
+    def look(current: JobPlan, about: Look) -> tuple[JobPlan, bool]:
         steps.append(about.step)
         return current, True
 
@@ -229,12 +229,12 @@ def plan_after_load(case: Case, folder: str) -> tuple[str, str, list[float], lis
     with engine_of(case, with_block=True, hybridep=planned_block(case)) as engine:
         train(engine, case, 0, 2)
         ds_hybridep.replan(engine, block_of(case, **block_of_sizes(case, (2, 1))))
-        saved = attachment_of(engine).planner.current.label
+        saved = attachment_of(engine).planner.current
         engine.save_checkpoint(folder, tag="two")
         losses = train(engine, case, 2, 2)
     with engine_of(case, with_block=True, hybridep=planned_block(case)) as engine:
         engine.load_checkpoint(folder, tag="two")
-        return saved, attachment_of(engine).planner.current.label, losses, train(engine, case, 2, 2)
+        return saved, attachment_of(engine).planner.current, losses, train(engine, case, 2, 2)
 
 
 def movement_of_nothing(engine: Engine, case: Case) -> float:
@@ -263,7 +263,7 @@ def load_into_a_lossy_plan(case: Case, folder: str) -> tuple[str, float, float]:
         kept = runtime_of(engine).undelivered_norm
         engine.load_checkpoint(folder, tag="plain")
         engine.zero_grad()
-        return attachment_of(engine).planner.current.label, kept, movement_of_nothing(engine, case)
+        return attachment_of(engine).planner.current, kept, movement_of_nothing(engine, case)
 
 
 def carried_norm(engine: Engine) -> float:
@@ -375,7 +375,7 @@ def record_by_hand(case: Case, folder: str) -> tuple[Any, str, list[float], str]
 
 
 def plan_without_work(case: Case, *, is_frozen: bool) -> tuple[int, int]:
-    """Options of a planned job, and changes after seven steps: with frozen experts, or trained as an evaluation."""
+    """Open plans with codecs, and changes after seven steps: with frozen experts, or trained as an evaluation."""
     block = planned_block(case, auto_codecs=["int8"])
     block["levels"][0].update(weight_codec="auto", gradient_codec="auto")
     with engine_of(case, with_block=False) as engine:
@@ -387,7 +387,7 @@ def plan_without_work(case: Case, *, is_frozen: bool) -> tuple[int, int]:
         ds_hybridep.attach(engine, block_of(case, **block))
         planner = attachment_of(engine).planner
         train(engine, case, 0, 7)
-        return sum(option.is_encoded for option in planner._chooser.options), len(planner.history)
+        return sum(plan.encodes_experts for plan in planner._chooser.plans), len(planner.history)
 
 
 def plans_that_fit(case: Case) -> list[tuple[float, list[int]]]:
@@ -396,12 +396,12 @@ def plans_that_fit(case: Case) -> list[tuple[float, list[int]]]:
     with memory, engine_of(case, with_block=True, hybridep=planned_block(case)) as engine:
         planner, found = attachment_of(engine).planner, []
 
-        def look(current: Option, about: Look) -> tuple[Option, bool]:
-            free_bytes, options, sizes = planner._meter.memory[0], planner._chooser.options, []
-            needed_bytes = 1000.0 + max(about.job.memory(option).replica_bytes for option in options)
+        def look(current: JobPlan, about: Look) -> tuple[JobPlan, bool]:
+            free_bytes, plans, sizes = planner._meter.memory[0], planner._chooser.plans, []
+            needed_bytes = 1000.0 + max(about.job.memory(plan).replica_bytes for plan in plans)
             for extra in (1, -1):
                 planner._meter.memory = (needed_bytes / meter.ROOM_SHARE + extra, 1000.0)
-                sizes.append(max(max(o.config.domain_sizes) for o in options if about.fits(o)))
+                sizes.append(max(max(plan.domain_sizes) for plan in plans if about.fits(plan)))
             found.append((free_bytes, sizes))
             return current, True
 

@@ -13,7 +13,7 @@ from ds_hybridep.codecs import PacketOrder
 from ds_hybridep.codecs.blockwise import to_blocks
 from ds_hybridep.codecs.packet import header_words, non_finite
 from ds_hybridep.errors import PacketError
-from ds_hybridep.plan.packets import HEADER_BYTES
+from ds_hybridep.geometry.packets import HEADER_BYTES
 
 pytestmark = pytest.mark.timeout(1500)  # the first test compiles the kernels where no cached build exists
 

@@ -17,9 +17,9 @@ from ds_hybridep.codecs import interface
 from ds_hybridep.codecs.low_rank import divide_by_gram, orthonormal
 from ds_hybridep.codecs.packet import non_finite
 from ds_hybridep.errors import PacketError
+from ds_hybridep.geometry.packets import LARGEST_RANK
 from ds_hybridep.kernels import Source, build
 from ds_hybridep.kernels import codecs as codecs_module
-from ds_hybridep.plan.packets import LARGEST_RANK
 
 CUDA = pytest.param("cuda", marks=pytest.mark.gpu)
 KERNELS = ["compiled", "emulated", CUDA]

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from ds_hybridep.codecs.low_rank import LowRank, orthonormal, read_log4, write_log4
 from ds_hybridep.codecs.packet import non_finite
-from ds_hybridep.plan.packets import HEADER_BYTES, LARGEST_RANK
+from ds_hybridep.geometry.packets import HEADER_BYTES, LARGEST_RANK
 
 SHAPE = (2, 24, 40)
 SIDES = st.integers(2, 3000)

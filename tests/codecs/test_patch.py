@@ -14,8 +14,8 @@ from ds_hybridep.codecs import PatchCodec
 from ds_hybridep.codecs import patch as patch_module
 from ds_hybridep.codecs import patch_format as form
 from ds_hybridep.errors import PacketError
+from ds_hybridep.geometry.packets import HEADER_BYTES
 from ds_hybridep.kernels import build
-from ds_hybridep.plan.packets import HEADER_BYTES
 
 CUDA = pytest.param("cuda", marks=pytest.mark.gpu)
 NOT_EMULATED = ["reference", "compiled", CUDA]  # what takes long there

@@ -142,7 +142,7 @@ SKEWED = [
 ]
 
 
-def test_a_skew_says_what_hot_experts_cost_and_bring(capsys):
+def test_a_skew_says_what_hot_experts_bring(capsys):
     code, out, _ = run(capsys, *SKEWED, "--hot-memory-gb", "6")
     assert code == 0
     assert "skew 3" in out
@@ -151,8 +151,7 @@ def test_a_skew_says_what_hot_experts_cost_and_bring(capsys):
     best = next(line for line in out.splitlines() if line.startswith("->"))
     assert " hot [0," in best
     assert re.search(
-        r"Hot experts: [124] of each layer, inside level gpu\. They cost [\d.]+ GB per GPU and [\d.]+ GB per step "
-        r"over the busiest gpu link\. The fullest rank computes 1\.\d\d instead of \d\.\d\d times the mean; a step ",
+        r"Hot experts: [124] of each layer, inside level gpu\. The fullest rank computes 1\.\d\d instead of \d\.\d\d ",
         out,
     )
     assert re.search(r'"name": "gpu",\s+"size": 8,[^}]*"hot_experts": [124]', out)
@@ -164,18 +163,14 @@ def test_a_skew_says_what_hot_experts_cost_and_bring(capsys):
     assert "% of the rows" in out
 
 
-def test_json_has_what_hot_experts_cost_and_bring(capsys):
+def test_json_has_hot_experts_and_what_they_bring(capsys):
     _, out, _ = run(capsys, *SKEWED, "--json")
     answer = json.loads(out)
-    gain, plan = answer["hot_experts"], answer["plan"]
-    assert gain["hot_experts"] == max(plan["hot_experts"]) > 0
-    assert gain["level"] == "gpu"
-    assert gain["load_before"] > gain["load_after"] >= 1.0
-    assert gain["step_s_before"] > gain["step_s_after"] == plan["step_s"]
-    assert gain["memory_bytes"] > 0
-    assert gain["uplink_bytes"] > 0
+    plan = answer["plan"]
+    assert plan["hot_experts"][0] == 0 < plan["hot_experts"][1]
+    assert plan["load_before"] > plan["load_after"] >= 1.0
     config = parse_config(answer["ds_config"]["hybridep"], world_size=16)
-    assert config.levels[1].hot_experts == gain["hot_experts"]
+    assert config.levels[1].hot_experts == plan["hot_experts"][1]
     _, out, _ = run(capsys, *QWEN, "--json")
     assert "hot_experts" not in out
 

@@ -13,10 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ds_hybridep.config import AdvancedConfig, HybridEPConfig, LevelConfig, parse_config
-from ds_hybridep.config_codecs import IDENTITY, PATCH, describe_codec, recommended_codecs
+from ds_hybridep.config_codecs import IDENTITY, PATCH, recommended_codecs
 from ds_hybridep.config_messages import MINIMAL_BLOCK
 from ds_hybridep.errors import ConfigError, PlanError
-from ds_hybridep.plan.cluster import Cluster, Level, LinkSpeed
+from ds_hybridep.geometry.cluster import Cluster, Level, LinkSpeed
 
 DC = {"name": "dc", "size": 2, "bandwidth_gbps": 1.0, "latency_ms": 20, "domain_size": 2}
 GPU = {"name": "gpu", "size": 4}
@@ -325,7 +325,7 @@ def test_the_recommended_set_is_made_of_codecs_once_the_type_is_known(itemsize):
 
 def test_codecs_are_described_with_one_line_for_each_kind_and_level():
     config = parse({"levels": [{**DC, "codecs": "recommended"}, {**GPU, "gradient_codec": "int8"}]}).with_dtype(2)
-    gradient, dense_gradient = (describe_codec(recommended_codecs(2)[kind]) for kind in (1, 3))
+    gradient, dense_gradient = (recommended_codecs(2)[kind].name for kind in (1, 3))
     assert gradient == "low_rank factors log4 ratio 50 weighting rms"
     assert dense_gradient == "low_rank factors log4 ratio 50 rest int2 block 64 weighting rms"
     assert config.describe_codecs() == (

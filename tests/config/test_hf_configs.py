@@ -14,7 +14,7 @@ from deepspeed.utils.groups import _get_expert_parallel_ranks
 
 from ds_hybridep.commands.main import main
 from ds_hybridep.config import parse_config
-from ds_hybridep.plan.partition import Partition
+from ds_hybridep.geometry.partition import Partition
 
 FOLDER = Path(__file__).resolve().parents[2] / "ds_configs"
 MODELS = {"qwen3_30b_a3b_2x8.json": "Qwen3-30B-A3B", "mixtral_8x7b_2x8.json": "Mixtral-8x7B"}

@@ -22,7 +22,8 @@ NOT_OURS = {"build", "dist", "runs", "__pycache__"}  # nor any hidden folder but
 
 
 @pytest.mark.parametrize(
-    "module", ["ds_hybridep", "ds_hybridep.plan", "ds_hybridep.config", "ds_hybridep.commands.show"]
+    "module",
+    ["ds_hybridep", "ds_hybridep.geometry", "ds_hybridep.plan", "ds_hybridep.config", "ds_hybridep.commands.show"],
 )
 def test_importing_loads_neither_torch_nor_deepspeed(module):
     program = f"import sys, {module}; print(*({{'torch', 'deepspeed'}} & set(sys.modules)))"

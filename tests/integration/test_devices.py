@@ -21,10 +21,10 @@ from torch.utils._pytree import tree_leaves
 from ds_hybridep.deepspeed import supported
 from ds_hybridep.errors import UnsupportedError
 from ds_hybridep.experts.replicas import Replicas, make_shipment
+from ds_hybridep.geometry.cluster import Cluster, Level
+from ds_hybridep.geometry.partition import Partition
+from ds_hybridep.geometry.slots import whole
 from ds_hybridep.kernels import RoutePlan, load_kernels
-from ds_hybridep.plan.cluster import Cluster, Level
-from ds_hybridep.plan.partition import Partition
-from ds_hybridep.plan.slots import whole
 from ds_hybridep.runtime import log
 from ds_hybridep.sync.dense import GroupSync
 from ds_hybridep.sync.slot_codecs import Encoding

@@ -8,7 +8,8 @@ import torch
 
 from ds_hybridep.commands.record import format_run_record
 from ds_hybridep.config import parse_config
-from ds_hybridep.plan.partition import Partition
+from ds_hybridep.geometry.partition import Partition
+from ds_hybridep.plan.plan import plan_of
 from ds_hybridep.runtime.build import PlannedLayer, describe
 from ds_hybridep.runtime.statistics import monitor_events, summarize
 
@@ -78,7 +79,8 @@ def test_the_line_of_a_plan_says_where_a_token_codec_has_no_effect() -> None:
         levels = [{"name": "dc", "size": 2, "domain_size": size, "token_codec": "fp8"}, {"name": "gpu", "size": 2}]
         config = parse_config({"levels": levels}, world_size=4)
         spec: Any = SimpleNamespace(sample=torch.ones(1))
-        layer = PlannedLayer(spec, Partition.build(config.cluster(), range(4), config.domain_sizes), "direct")
+        partition = Partition.build(config.cluster(), range(4), config.domain_sizes)
+        layer = PlannedLayer(spec, partition, plan_of(config, partition.spans, "direct"))
         said.append(describe([layer], config, (), "reference", memory="no replicas"))
     start = "hybridep: 1 MoE layers, domain sizes dc {}, gpu 1, tokens direct, reference kernels, no replicas"
     assert said[0] == start.format(1) + ", dispatched tokens fp8 over dc"

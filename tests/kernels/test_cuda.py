@@ -13,8 +13,8 @@ from cuda_emulation import largest_grid, load_emulated, load_emulated_codecs
 from kernel_refs import PLAN_FIELDS, large_routes, payload
 from pydantic import ValidationError
 
+from ds_hybridep.geometry.packets import LARGEST_RANK
 from ds_hybridep.kernels import load_kernels
-from ds_hybridep.plan.packets import LARGEST_RANK
 
 reference = load_kernels("reference")
 

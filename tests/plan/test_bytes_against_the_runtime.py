@@ -9,22 +9,23 @@ from counted_bytes import ACCUMULATION, TOY, counted_in_one_step, counted_with_h
 from parity import Case
 from process_pool import ProcessPool
 
-from ds_hybridep.plan.cluster import Cluster, Level
-from ds_hybridep.plan.codec_costs import codec_cost
+from ds_hybridep.geometry.cluster import Cluster, Level
+from ds_hybridep.geometry.row_format import record_bytes
+from ds_hybridep.plan.codec_costs import codec_cost, token_codec
 from ds_hybridep.plan.costs import row_counts
-from ds_hybridep.plan.layout import IDENTITY, ExpertGroup, Layout, LevelCodecs, Rates
+from ds_hybridep.plan.plan import ExpertGroup, HotLimit, LevelCodecs, Plan
+from ds_hybridep.plan.rates import IDENTITY, Rates
 from ds_hybridep.plan.routing import routing_of
-from ds_hybridep.plan.row_format import record_bytes, token_codec
 from ds_hybridep.plan.stream_model import predict
 from ds_hybridep.plan.workload import Workload
 
 pytestmark = pytest.mark.dist
 
 
-def uplink_totals(case: Case, layout: Layout, workload: Workload, kind: str) -> list[float]:
+def uplink_totals(case: Case, plan: Plan, workload: Workload, kind: str) -> list[float]:
     """Predicted bytes of a kind over all uplinks of each level together."""
     cluster = Cluster(tuple(Level(name, size) for name, size, _ in case.levels))
-    per_uplink = predict(cluster, layout, workload, Rates(flops_per_s=1.0)).uplink_bytes
+    per_uplink = predict(cluster, plan, workload, Rates(flops_per_s=1.0)).uplink_bytes
     return [kinds[kind] * math.prod(cluster.sizes[: level + 1]) for level, kinds in enumerate(per_uplink)]
 
 
@@ -40,9 +41,9 @@ def test_every_byte_is_predicted(pool4: ProcessPool, domain_sizes, exchange, che
         token_exchange=exchange,
     )
     workload = workload_of(case)
-    layout = Layout(
+    plan = Plan(
         spans=ExpertGroup(4).spans(Cluster((Level("dc", 2), Level("gpu", 2)))),
-        domain_sizes=domain_sizes, codecs=(LevelCodecs(),) * 2, exchange=exchange,
+        domain_sizes=domain_sizes, codecs=(LevelCodecs(),) * 2, token_exchange=exchange,
     )  # fmt: skip
     records = pool4.run(counted_in_one_step, case=case)
 
@@ -50,18 +51,18 @@ def test_every_byte_is_predicted(pool4: ProcessPool, domain_sizes, exchange, che
         return [sum(record["levels"][level]["sent_bytes"][kind] for record in records) for level in range(2)]
 
     # Weights leave three times: before the first forward, after the step, and for the refresh.
-    weights = uplink_totals(case, layout, workload, "expert_weights")
+    weights = uplink_totals(case, plan, workload, "expert_weights")
     assert counted("expert_weights") == [3 * count for count in weights]
-    assert counted("expert_gradients") == uplink_totals(case, layout, workload, "expert_gradients")
+    assert counted("expert_gradients") == uplink_totals(case, plan, workload, "expert_gradients")
 
-    padded = replace(layout, domain_sizes=(1, 1), is_padded=True)
+    padded = replace(plan, domain_sizes=(1, 1), token_exchange="deepspeed")
     plain = [sum(record["levels"][level]["plain_ep_bytes"] for record in records) for level in range(2)]
     assert plain == uplink_totals(case, padded, workload, "tokens")
 
     # Rows are predicted on average only. With as many rows as were routed all bytes around them must come out.
     rows = sum(layer["rows_sent"] for record in records for layer in record["layers"])
     forwards = ACCUMULATION * (1 if checkpointing is None else 2)
-    counts_only = sum(uplink_totals(case, layout, replace(workload, row_scale=0.0), "tokens"))
+    counts_only = sum(uplink_totals(case, plan, replace(workload, row_scale=0.0), "tokens"))
     # Dispatch and combine, forward and backward, and recomputed.
     row_bytes = (4 if checkpointing is None else 6) * workload.row_bytes + workload.return_extra_bytes
     row_bytes += (1 if checkpointing is None else 2) * workload.dispatch_extra_bytes
@@ -74,17 +75,17 @@ def test_bytes_of_rows_under_a_token_codec_are_predicted(pool4: ProcessPool, che
     toy = replace(TOY, checkpointing=checkpointing)
     case = Case(levels=(("dc", 2, 1), ("gpu", 2, 2)), toy=toy, accumulation=ACCUMULATION, token_codec="int8")
     codec = token_codec("int8", toy.hidden, 4)
-    layout = Layout(spans=(2, 2), domain_sizes=(1, 2), codecs=(LevelCodecs(token=codec), LevelCodecs()))
+    plan = Plan(spans=(2, 2), domain_sizes=(1, 2), codecs=(LevelCodecs(token=codec), LevelCodecs()))
     records = pool4.run(counted_in_one_step, case=case)
     rows = sum(layer["rows_sent"] for record in records for layer in record["layers"])
     workload = workload_of(case)
     forwards = ACCUMULATION * toy.num_layers * (1 if checkpointing is None else 2)
-    measured = replace(workload, row_scale=rows / (len(records) * forwards * sum(row_counts(layout, workload))))
+    measured = replace(workload, row_scale=rows / (len(records) * forwards * sum(row_counts(plan, workload))))
     sent = [sum(record["levels"][level]["sent_bytes"]["tokens"] for record in records) for level in range(2)]
     # As many bytes; a ratio and a scale are rounded numbers.
-    assert uplink_totals(case, layout, measured, "tokens") == pytest.approx(sent, rel=1e-12)
-    exact = replace(layout, codecs=(LevelCodecs(),) * 2)
-    saved = forwards * len(records) * sum(row_counts(layout, measured)) * (4 * toy.hidden - record_bytes(toy.hidden))
+    assert uplink_totals(case, plan, measured, "tokens") == pytest.approx(sent, rel=1e-12)
+    exact = replace(plan, codecs=(LevelCodecs(),) * 2)
+    saved = forwards * len(records) * sum(row_counts(plan, measured)) * (4 * toy.hidden - record_bytes(toy.hidden))
     assert uplink_totals(case, exact, measured, "tokens")[0] - sent[0] == pytest.approx(saved, rel=1e-9)
 
 
@@ -106,10 +107,10 @@ def test_copies_of_hot_experts_over_the_busiest_link_are_predicted(pool4: Proces
     workload = replace(workload, expert_loads=loads, model=replace(workload.model, expert_shapes=shapes))
     cost = IDENTITY if codec == "identity" else codec_cost({"type": codec, "block": 128}, [(1, 1, 1024)], 4)
     codecs = (LevelCodecs(gradient=cost),) * len(sizes)
-    layout = Layout(spans=sizes, domain_sizes=domain_sizes, codecs=codecs, hot_experts=3, hot_level=last)
+    plan = Plan(spans=sizes, domain_sizes=domain_sizes, codecs=codecs, hot=HotLimit(last, 3))
     cluster = Cluster(tuple(Level(name, size) for name, size, _ in levels))
-    assert routing_of(layout, workload).hot == set(hot)
-    predicted = predict(cluster, layout, workload, Rates(flops_per_s=1.0)).uplink_bytes[last]
+    assert routing_of(plan, workload).hot == set(hot)
+    predicted = predict(cluster, plan, workload, Rates(flops_per_s=1.0)).uplink_bytes[last]
     for kind in ("expert_weights", "expert_gradients"):
         counted = [levels[last][way][kind] for _, levels in records for way in ("sent_bytes", "received_bytes")]
         assert max(counted) == predicted[kind]

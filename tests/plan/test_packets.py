@@ -11,9 +11,9 @@ from plan_cases import SETTINGS
 
 from ds_hybridep.codecs import make_codec
 from ds_hybridep.errors import PlanError
+from ds_hybridep.geometry.packets import packets_of
+from ds_hybridep.geometry.slots import cut, even_bounds, parts_of, shares_of, whole
 from ds_hybridep.plan.codec_costs import PATCH_RATIOS, codec_cost, patch_cost, patch_ratio
-from ds_hybridep.plan.packets import packets_of
-from ds_hybridep.plan.slots import cut, even_bounds, parts_of, shares_of, whole
 from ds_hybridep.sync import flat
 from ds_hybridep.sync.messages import MessageLayout
 

@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from plan_cases import TOY, toy
 
-from ds_hybridep.plan.cluster import Cluster, Level, LinkSpeed
-from ds_hybridep.plan.layout import Rates
+from ds_hybridep.geometry.cluster import Cluster, Level, LinkSpeed
 from ds_hybridep.plan.pipeline import pipelines, schedule_s
+from ds_hybridep.plan.rates import Rates
 from ds_hybridep.plan.rivals import without_domains
 from ds_hybridep.plan.stream_model import predict
 

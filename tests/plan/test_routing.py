@@ -6,21 +6,22 @@ import itertools
 import math
 
 import pytest
-from plan_cases import TOY, cluster_of, layout_of, toy
+from plan_cases import TOY, cluster_of, plan_over, toy
 
 from ds_hybridep.errors import PlanError
+from ds_hybridep.geometry.hot import LEAST_GAIN, TIE, rank_loads
+from ds_hybridep.geometry.partition import Partition
 from ds_hybridep.plan.choices import shares_of, skewed_loads, skewed_weights, weights_of
 from ds_hybridep.plan.costs import gradient_messages, gradient_residuals, gradients_sent, row_counts
-from ds_hybridep.plan.hot import LEAST_GAIN, TIE, rank_loads
-from ds_hybridep.plan.layout import CodecCost, LevelCodecs, Rates
-from ds_hybridep.plan.partition import Partition
+from ds_hybridep.plan.plan import HotLimit, LevelCodecs
+from ds_hybridep.plan.rates import CodecCost, Rates
 from ds_hybridep.plan.routing import routing_of
 from ds_hybridep.plan.stream_model import predict
 
 TWELVE = dataclasses.replace(TOY, num_experts=12)
 SPANS = (2, 3)  # two experts on each rank
 RATES = Rates(flops_per_s=1e9)
-LAYOUTS = [
+PLANS = [
     ((1, 1), None, 0),
     ((1, 1), 1, 0),
     ((1, 1), 1, 2),
@@ -50,8 +51,8 @@ def shared(choices):
 def uneven(top_k, domain_sizes, hot_level, num_hot):
     _, choices = loads_of(top_k)
     model = dataclasses.replace(TWELVE, top_k=top_k)
-    layout = layout_of(SPANS, domain_sizes, hot_level=hot_level, hot_experts=num_hot)
-    return choices, layout, toy(model=model, expert_loads=shared(choices))
+    plan = plan_over(SPANS, domain_sizes, hot=HotLimit(hot_level, num_hot) if num_hot else None)
+    return choices, plan, toy(model=model, expert_loads=shared(choices))
 
 
 # ---- loads ----
@@ -132,11 +133,11 @@ def test_loads_that_cannot_be_are_refused(loads):
 class Slowly:
     """Where a rank's tokens go, choice by choice, by the partitions that the runtime has."""
 
-    def __init__(self, choices, layout):
+    def __init__(self, choices, plan):
         cluster = cluster_of(*SPANS)
-        self.choices, self.level = choices, layout.hot_level if layout.hot_experts else None
-        self.cold = Partition.build(cluster, range(6), layout.domain_sizes)
-        sizes = list(layout.domain_sizes)
+        self.choices, self.level = choices, None if plan.hot is None else plan.hot.level
+        self.cold = Partition.build(cluster, range(6), plan.domain_sizes)
+        sizes = list(plan.domain_sizes)
         if self.level is not None:
             sizes[self.level] = SPANS[self.level]
         self.of_hot = Partition.build(cluster, range(6), sizes)
@@ -144,7 +145,7 @@ class Slowly:
         for domain in range(self.of_hot.num_domains if self.level is not None else 0):
             experts = [one for one in range(12) if self.of_hot.domain_index(one // 2) == domain]
             experts.sort(key=lambda one: (-round(shares[one], 8), one))
-            self.hot.update(self.fewest(experts, layout.hot_experts, shares))
+            self.hot.update(self.fewest(experts, plan.num_hot, shares))
 
     def fewest(self, experts, most, shares):
         """Of the experts with the most rows, the fewest that leave the fullest rank about the least rows."""
@@ -194,33 +195,33 @@ class Slowly:
 
 
 @pytest.mark.parametrize("top_k", [1, 2, 3])
-@pytest.mark.parametrize(("domain_sizes", "hot_level", "num_hot"), LAYOUTS)
+@pytest.mark.parametrize(("domain_sizes", "hot_level", "num_hot"), PLANS)
 def test_rows_of_ranks_are_those_of_all_choices(domain_sizes, hot_level, num_hot, top_k):
-    choices, layout, workload = uneven(top_k, domain_sizes, hot_level, num_hot)
-    routing, slowly = routing_of(layout, workload), Slowly(choices, layout)
+    choices, plan, workload = uneven(top_k, domain_sizes, hot_level, num_hot)
+    routing, slowly = routing_of(plan, workload), Slowly(choices, plan)
     assert routing.hot == slowly.hot
     rows = slowly.rows()
     assert sum(rows) == pytest.approx(6 * top_k)
     assert routing.rank_rows == pytest.approx([one / top_k for one in rows])
     assert routing.load_after == pytest.approx(max(rows) / top_k)
-    before = Slowly(choices, dataclasses.replace(layout, hot_experts=0)).rows()
+    before = Slowly(choices, dataclasses.replace(plan, hot=None)).rows()
     assert routing.load_before == pytest.approx(max(before) / top_k)
 
 
-@pytest.mark.parametrize(("domain_sizes", "hot_level", "num_hot"), LAYOUTS)
+@pytest.mark.parametrize(("domain_sizes", "hot_level", "num_hot"), PLANS)
 def test_gradients_of_replicas_leave_over_one_level_each(domain_sizes, hot_level, num_hot):
-    _, layout, workload = uneven(2, domain_sizes, hot_level, num_hot)
-    routing = routing_of(layout, workload)
-    owned = 2 * sum(gradient_messages(layout, level) for level in range(2))
-    sent = sum(gradients_sent(layout, workload, level) for level in range(2))
+    _, plan, workload = uneven(2, domain_sizes, hot_level, num_hot)
+    routing = routing_of(plan, workload)
+    owned = 2 * sum(gradient_messages(plan, level) for level in range(2))
+    sent = sum(gradients_sent(plan, workload, level) for level in range(2))
     assert sent == pytest.approx(owned + routing.num_far)
     # Where they are encoded, each has a residual.
     half = CodecCost("half", 2.0, encode_bytes_per_s=1e6, decode_bytes_per_s=1e6)
-    encoded = dataclasses.replace(layout, codecs=(LevelCodecs(gradient=half),) * 2)
+    encoded = dataclasses.replace(plan, codecs=(LevelCodecs(gradient=half),) * 2)
     of_expert = 4 * workload.expert_travel_params
-    assert gradient_residuals(layout, workload) == 0
+    assert gradient_residuals(plan, workload) == 0
     assert gradient_residuals(encoded, workload) == pytest.approx((owned + routing.num_far) * of_expert)
-    exact, halved = (predict(cluster_of(*SPANS), one, workload, RATES) for one in (layout, encoded))
+    exact, halved = (predict(cluster_of(*SPANS), one, workload, RATES) for one in (plan, encoded))
     for plain, less in zip(exact.uplink_bytes, halved.uplink_bytes, strict=True):
         assert less["expert_gradients"] == pytest.approx(plain["expert_gradients"] / 2)
         assert less["expert_weights"] == plain["expert_weights"]
@@ -229,16 +230,16 @@ def test_gradients_of_replicas_leave_over_one_level_each(domain_sizes, hot_level
 
 @pytest.mark.parametrize("exchange", ["direct", "hierarchical"])
 @pytest.mark.parametrize("top_k", [1, 2, 3])
-@pytest.mark.parametrize(("domain_sizes", "hot_level", "num_hot"), LAYOUTS)
+@pytest.mark.parametrize(("domain_sizes", "hot_level", "num_hot"), PLANS)
 def test_rows_sent_are_those_of_all_choices(domain_sizes, hot_level, num_hot, top_k, exchange):
-    choices, layout, workload = uneven(top_k, domain_sizes, hot_level, num_hot)
-    layout = dataclasses.replace(layout, exchange=exchange)
-    sent = Slowly(choices, layout).sent(exchange)
+    choices, plan, workload = uneven(top_k, domain_sizes, hot_level, num_hot)
+    plan = dataclasses.replace(plan, token_exchange=exchange)
+    sent = Slowly(choices, plan).sent(exchange)
     totals = [sum(map(sum, rows)) for rows in sent]
-    assert row_counts(layout, dataclasses.replace(workload, tokens_per_rank=6)) == pytest.approx(totals, abs=1e-6)
+    assert row_counts(plan, dataclasses.replace(workload, tokens_per_rank=6)) == pytest.approx(totals, abs=1e-6)
     # Over the busiest uplink: of rows, and of gate weights and row counts beside them.
     cluster, message = cluster_of(*SPANS), toy()
-    found = predict(cluster, layout, workload, RATES).uplink_bytes
+    found = predict(cluster, plan, workload, RATES).uplink_bytes
     into = [
         max(
             sum(sent[level][a][b] for a, b in itertools.permutations(range(6), 2) if child == b // below)
@@ -248,11 +249,11 @@ def test_rows_sent_are_those_of_all_choices(domain_sizes, hot_level, num_hot, to
     ]
     row_bytes = 4 * message.row_bytes + 12 * top_k
     for level in range(2):
-        rows_only = found[level]["tokens"] - counts_only(cluster, layout, workload)[level]
+        rows_only = found[level]["tokens"] - counts_only(cluster, plan, workload)[level]
         tokens = TOY.num_moe_layers * workload.tokens_per_rank
         assert rows_only == pytest.approx(into[level] * row_bytes * tokens, rel=1e-6, abs=1e-3)
 
 
-def counts_only(cluster, layout, workload):
+def counts_only(cluster, plan, workload):
     without = dataclasses.replace(workload, row_scale=0.0)
-    return [kinds["tokens"] for kinds in predict(cluster, layout, without, RATES).uplink_bytes]
+    return [kinds["tokens"] for kinds in predict(cluster, plan, without, RATES).uplink_bytes]

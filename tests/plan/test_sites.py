@@ -5,11 +5,13 @@ from dataclasses import replace
 
 import pytest
 
-from ds_hybridep.plan.cluster import Cluster, Level, LinkSpeed
-from ds_hybridep.plan.layout import CodecCost, LevelCodecs, Rates
+from ds_hybridep.geometry.cluster import Cluster, Level, LinkSpeed
+from ds_hybridep.geometry.packets import MOST_LEAVES
+from ds_hybridep.plan.plan import LevelCodecs
 from ds_hybridep.plan.planner import make_plan
 from ds_hybridep.plan.question import Question
-from ds_hybridep.plan.sites import BACKWARD_SHARE, MOST_LEAVES
+from ds_hybridep.plan.rates import CodecCost, Rates
+from ds_hybridep.plan.sites import BACKWARD_SHARE
 from ds_hybridep.plan.summary import describe
 from ds_hybridep.plan.workload import MoEModel, Workload
 
@@ -87,10 +89,10 @@ def test_under_zero_2_the_exchange_hides_behind_the_last_backward() -> None:
 def test_sites_that_are_faster_are_named_with_the_reason() -> None:
     """Under ZeRO 2: gradients of two sites hide behind the backward."""
     question = question_of(zero_stage=2)
-    plan = make_plan(question)
-    assert plan.better_as_sites is not None
-    assert "One job for each dc is faster: sites, H = 1, " in describe(question, plan)
-    assert "a job in each dc, EP over 4 inside" in plan.better_as_sites.note
+    answer = make_plan(question)
+    assert answer.better_as_sites is not None
+    assert "One job for each dc is faster: sites, H = 1, " in describe(question, answer)
+    assert "a job in each dc, EP over 4 inside" in answer.better_as_sites.note
 
 
 def test_a_cluster_of_one_level_has_no_sites() -> None:

@@ -15,10 +15,11 @@ from training import engine_of, train
 import ds_hybridep
 from ds_hybridep.config import parse_config
 from ds_hybridep.config_codecs import IDENTITY, PATCH, CodecConfig
-from ds_hybridep.plan import layout as plan
-from ds_hybridep.plan.cluster import Cluster, Level
-from ds_hybridep.plan.layout import CodecCost, ExpertGroup, Layout, LevelCodecs, Rates
-from ds_hybridep.plan.packets import PatchSizes, packets_of
+from ds_hybridep.geometry.cluster import Cluster, Level
+from ds_hybridep.geometry.packets import PatchSizes, packets_of
+from ds_hybridep.plan import rates as priced
+from ds_hybridep.plan.plan import ExpertGroup, LevelCodecs, Plan
+from ds_hybridep.plan.rates import CodecCost, Rates
 from ds_hybridep.plan.stream_model import predict
 from ds_hybridep.plan.workload import MoEModel, Workload
 from ds_hybridep.simulate.scenario import Scenario
@@ -68,18 +69,18 @@ def sent_so_far(engine: Any) -> list[dict[str, int]]:
 
 def cost_of(codec: CodecConfig, bits: float) -> CodecCost:
     if codec == IDENTITY:
-        return plan.IDENTITY
+        return priced.IDENTITY
     if codec == PATCH:
         return CodecCost("patch", packets=PatchSizes(bits), is_lossy=False)
     return CodecCost(codec.type, packets=packets_of(codec.model_dump()))
 
 
-def layout_of(case: Case, codecs: list[dict[str, Any]], bits: float) -> Layout:
+def plan_for(case: Case, codecs: list[dict[str, Any]], bits: float) -> Plan:
     levels = case.ds_config(with_block=True)["hybridep"]["levels"]
     block = {"levels": [{**level, **own} for level, own in zip(levels, codecs, strict=True)]}
     config = parse_config(block, world_size=4).with_dtype(4 if case.dtype == "fp32" else 2)
     costs = [[cost_of(codec, bits) for codec in level.all_codecs] for level in config.levels]
-    return Layout(
+    return Plan(
         spans=ExpertGroup(case.toy.ep_size).spans(CLUSTER),
         domain_sizes=tuple(size for _, _, size in case.levels),
         codecs=tuple(
@@ -101,13 +102,13 @@ def workload_of(case: Case, record: dict[str, Any]) -> Workload:
     )  # fmt: skip
 
 
-def predicted(layout: Layout, workload: Workload) -> list[dict[str, float]]:
+def predicted(plan: Plan, workload: Workload) -> list[dict[str, float]]:
     """Bytes by level and kind over all uplinks together, which the simulator sends too."""
     rates = Rates(flops_per_s=1.0)
-    scenario = Scenario(cluster=CLUSTER, layout=layout, workload=workload, rates=rates)
+    scenario = Scenario(cluster=CLUSTER, plan=plan, workload=workload, rates=rates)
     simulated = simulate(scenario).sent_bytes
     result = []
-    for level, kinds in enumerate(predict(CLUSTER, layout, workload, rates).uplink_bytes):
+    for level, kinds in enumerate(predict(CLUSTER, plan, workload, rates).uplink_bytes):
         totals = {kind: count * math.prod(CLUSTER.sizes[: level + 1]) for kind, count in kinds.items()}
         for kind, count in totals.items():
             assert simulated[level].get(kind, 0.0) == pytest.approx(count, rel=1e-9), kind
@@ -116,8 +117,8 @@ def predicted(layout: Layout, workload: Workload) -> list[dict[str, float]]:
 
 
 def assert_bytes(records: list[dict[str, Any]], case: Case, codecs: list[dict[str, Any]]) -> None:
-    layout, workload = layout_of(case, codecs, bits=1.0), workload_of(case, records[0])
-    expected = predicted(layout, workload)
+    plan, workload = plan_for(case, codecs, bits=1.0), workload_of(case, records[0])
+    expected = predicted(plan, workload)
     for level in range(2):
         for kind in ("dense", "expert_gradients", "expert_weights"):
             found = sum(record["sent"][level][kind] for record in records)
@@ -180,8 +181,8 @@ def test_bytes_of_patches_are_predicted_by_their_bits(pool4: ProcessPool, stage:
         records = pool4.run(counted, case=case, codecs=codecs)
         sent = [sum(record["sent"][level]["dense"] for record in records) for level in range(2)]
         workload = workload_of(case, records[0])
-        none, one = (predicted(layout_of(case, codecs, bits), workload) for bits in (0.0, 1.0))
+        none, one = (predicted(plan_for(case, codecs, bits), workload) for bits in (0.0, 1.0))
         bits = (sent[0] - none[0]["dense"]) / (one[0]["dense"] - none[0]["dense"])
         assert 0 < bits < 16
-        expected = predicted(layout_of(case, codecs, bits), workload)
+        expected = predicted(plan_for(case, codecs, bits), workload)
         assert sent[1] == pytest.approx(expected[1]["dense"], rel=0.05)

@@ -9,9 +9,10 @@ from marks import slow
 from parity import Case
 from process_pool import ProcessPool
 
-from ds_hybridep.plan.cluster import Cluster, Level
-from ds_hybridep.plan.layout import Layout, LevelCodecs, Rates
-from ds_hybridep.plan.token_route import expected_rows
+from ds_hybridep.geometry.cluster import Cluster, Level
+from ds_hybridep.geometry.token_route import expected_rows
+from ds_hybridep.plan.plan import LevelCodecs, Plan
+from ds_hybridep.plan.rates import Rates
 from ds_hybridep.simulate.scenario import Scenario
 from ds_hybridep.simulate.simulator import simulate
 
@@ -27,14 +28,14 @@ def test_every_byte_is_simulated(pool4: ProcessPool, domain_sizes, exchange, che
     toy = replace(TOY, checkpointing=checkpointing)
     case = Case(levels=levels, toy=toy, accumulation=ACCUMULATION, token_exchange=exchange)
     records = pool4.run(counted_in_one_step, case=case)
-    layout = Layout(spans=(2, 2), domain_sizes=domain_sizes, codecs=(LevelCodecs(),) * 2, exchange=exchange)
+    plan = Plan(spans=(2, 2), domain_sizes=domain_sizes, codecs=(LevelCodecs(),) * 2, token_exchange=exchange)
     routed = sum(layer["rows_sent"] for record in records for layer in record["layers"])
-    expected = sum(expected_rows(layout.domain_counts, toy.num_experts, toy.k, TOKENS, exchange))
+    expected = sum(expected_rows(plan.domain_counts, toy.num_experts, toy.k, TOKENS, exchange))
     forwards = ACCUMULATION * (1 if checkpointing is None else 2)
     scale = routed / (expected * 4 * toy.num_layers * forwards)
     scenario = Scenario(
         cluster=Cluster((Level("dc", 2), Level("gpu", 2))),
-        layout=layout,
+        plan=plan,
         workload=replace(workload_of(case), row_scale=scale),
         rates=Rates(flops_per_s=1e9),
     )

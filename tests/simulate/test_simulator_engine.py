@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from paper_closed_form import PaperCase, all_gather_s, all_to_all_s
 
-from ds_hybridep.plan.cluster import Cluster, Level
-from ds_hybridep.plan.layout import Layout, LevelCodecs
+from ds_hybridep.geometry.cluster import Cluster, Level
+from ds_hybridep.plan.plan import LevelCodecs, Plan
 from ds_hybridep.plan.program import MessageStage, Peers
 from ds_hybridep.simulate.classes import merge_ranks
 from ds_hybridep.simulate.events import Engine, Operation, TimedPost, TimedRun, TimedWait
@@ -159,8 +159,8 @@ def test_spans_tell_what_a_rank_did():
 
 def made(cluster, peers, *, is_reduced):
     """Classes and traffic of one group of all ranks."""
-    layout = Layout(spans=cluster.sizes, domain_sizes=cluster.sizes, codecs=(LevelCodecs(),) * len(cluster.sizes))
-    ranks = Ranks.of(cluster, layout)
+    plan = Plan(spans=cluster.sizes, domain_sizes=cluster.sizes, codecs=(LevelCodecs(),) * len(cluster.sizes))
+    ranks = Ranks.of(cluster, plan)
     ones = np.ones(cluster.num_ranks)
     classes = merge_ranks(cluster, {peers: ranks.groups(peers)}, [] if is_reduced else [np.cumsum(ones)])
     return classes, TrafficMaker(ranks, SimulatedRouting((ones,) * len(cluster.sizes), ones), classes)

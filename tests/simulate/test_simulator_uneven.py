@@ -4,16 +4,17 @@
 import dataclasses
 
 import pytest
-from plan_cases import TOY, cluster_of, layout_of, toy
+from plan_cases import TOY, cluster_of, plan_over, toy
 
 from ds_hybridep.plan.choices import skewed_loads
-from ds_hybridep.plan.layout import Rates
+from ds_hybridep.plan.plan import HotLimit
+from ds_hybridep.plan.rates import Rates
 from ds_hybridep.plan.stream_model import predict
 from ds_hybridep.simulate.scenario import Scenario
 from ds_hybridep.simulate.simulator import simulate
 
 MODEL = dataclasses.replace(TOY, num_experts=32)
-LAYOUTS = [
+PLANS = [
     ((8,), (1,), 0, "direct"),
     ((2, 4), (1, 1), 1, "direct"),
     ((2, 4), (1, 1), 1, "hierarchical"),
@@ -25,17 +26,18 @@ LAYOUTS = [
 def steps(spans, domain_sizes, hot_level, exchange, *, skew, num_hot, flops_per_s=1e9, bandwidth=1e7):
     sizes = tuple(2 if level == 0 and len(spans) > 1 else span for level, span in enumerate(spans))
     cluster = cluster_of(*sizes, bandwidth=bandwidth, latency_s=1e-4)
-    layout = layout_of(spans, domain_sizes, hot_level=hot_level, hot_experts=num_hot, exchange=exchange)
+    hot = HotLimit(hot_level, num_hot) if num_hot else None
+    plan = plan_over(spans, domain_sizes, hot=hot, token_exchange=exchange)
     workload = toy(model=MODEL, skew=skew, tokens_per_rank=1024, micro_steps=2)
     rates = Rates(flops_per_s=flops_per_s)
-    scenario = Scenario(cluster=cluster, layout=layout, workload=workload, rates=rates, is_fair_to_flows=False)
-    return predict(cluster, layout, workload, rates), simulate(scenario), scenario
+    scenario = Scenario(cluster=cluster, plan=plan, workload=workload, rates=rates, is_fair_to_flows=False)
+    return predict(cluster, plan, workload, rates), simulate(scenario), scenario
 
 
 @pytest.mark.parametrize("flops_per_s", [1e9, 1e11])
 @pytest.mark.parametrize("num_hot", [0, 1, 4])
 @pytest.mark.parametrize("skew", [1.0, 1.7, 2.6])
-@pytest.mark.parametrize(("spans", "domain_sizes", "hot_level", "exchange"), LAYOUTS)
+@pytest.mark.parametrize(("spans", "domain_sizes", "hot_level", "exchange"), PLANS)
 def test_uneven_steps_are_those_of_the_stream_model(
     spans, domain_sizes, hot_level, exchange, skew, num_hot, flops_per_s
 ):

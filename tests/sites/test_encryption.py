@@ -19,10 +19,10 @@ from site_jobs import Job, Meeting, block
 
 from ds_hybridep.codecs import make_codec
 from ds_hybridep.config_codecs import recommended_codecs
+from ds_hybridep.geometry.slots import whole
 from ds_hybridep.lab.network import HOST_DEVICE, EmulatedNetwork, why_not_permitted
 from ds_hybridep.lab.topology import LinkSpec, Topology
 from ds_hybridep.link import TLS
-from ds_hybridep.plan.slots import whole
 from ds_hybridep.sites.exchange import Counters, Crossing
 from ds_hybridep.sites.packets import OwnedSlice, Packets
 from ds_hybridep.sync.home import Home

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from ds_hybridep.plan.slots import whole
+from ds_hybridep.geometry.slots import whole
 from ds_hybridep.sites.local_steps import MOMENTUM, RATE, LocalSteps
 from ds_hybridep.sites.packets import OwnedSlice, Packets
 from ds_hybridep.sync.home import Home

@@ -12,8 +12,8 @@ from ds_hybridep.codecs import make_codec
 from ds_hybridep.config_codecs import BlockwiseConfig
 from ds_hybridep.deepspeed.site_exchange import SiteExchange
 from ds_hybridep.deepspeed.site_overlap import Departures
+from ds_hybridep.geometry.slots import whole
 from ds_hybridep.kernels.reference import ReferenceKernels
-from ds_hybridep.plan.slots import whole
 from ds_hybridep.sites.local_steps import LocalSteps
 from ds_hybridep.sites.packets import OwnedSlice, Packets
 from ds_hybridep.sync.home import Home

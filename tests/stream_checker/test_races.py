@@ -18,7 +18,7 @@ from toy_model import ToyConfig
 from training import batch_of, block_with, engine_of, evaluate, train
 
 import ds_hybridep
-from ds_hybridep.plan.cluster import Cluster, Level
+from ds_hybridep.geometry.cluster import Cluster, Level
 from ds_hybridep.transport.channels import Purpose
 from stream_checker import FakeCuda, StreamChecker, fake_device, fake_nccl
 

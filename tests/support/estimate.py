@@ -16,9 +16,10 @@ from ds_hybridep.config import parse_config
 from ds_hybridep.deepspeed.autoep import is_autoep_layer
 from ds_hybridep.experts.partitioned import full_shape
 from ds_hybridep.experts.replicas import Replicas
-from ds_hybridep.plan.cluster import divisors
-from ds_hybridep.plan.costs import return_depth
-from ds_hybridep.plan.partition import Partition
+from ds_hybridep.geometry.cluster import divisors
+from ds_hybridep.geometry.packets import return_depth
+from ds_hybridep.geometry.partition import Partition
+from ds_hybridep.plan.plan import plan_of
 from ds_hybridep.runtime.build import encoding_of
 from ds_hybridep.sync.slot_codecs import Encoding
 from ds_hybridep.sync.stages import gather_stages
@@ -148,9 +149,10 @@ def needs_of_layers(
     """By domain sizes; expert-parallel groups are consecutive ranks."""
     itemsize = next(layers[0][0].parameters()).element_size()
     config = parse_config(block, world_size=world_size).with_dtype(itemsize)
-    cluster, encoding = config.cluster(), encoding_of(config)
+    cluster = config.cluster()
     alone = (1,) * len(cluster.levels)
     spans = [Partition.build(cluster, range(ep), alone).spans for _, _, ep in layers]
+    encoding = encoding_of(plan_of(config, spans[0], "direct"), config.advanced.kernels)
     common = [math.gcd(*level_spans) for level_spans in zip(*spans, strict=True)]
     needs: dict[DomainSizes, MemoryNeeds] = {}
     for sizes in itertools.product(*(divisors(span) for span in common)):
@@ -186,7 +188,7 @@ def needs_of(
 ) -> MemoryNeeds:
     """What replicas of these layers need.
 
-    depth: layers between the start of a gradient's return and the wait for it; see `plan.costs.return_depth`.
+    depth: layers between the start of a gradient's return and the wait for it; see `geometry.packets.return_depth`.
     num_levels: levels that a domain spans.
     is_on_host: the host keeps what codecs keep.
     accumulates: several micro-steps are added up, and the gradient sums of all layers wait for the last one.

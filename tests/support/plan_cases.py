@@ -1,14 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Clusters, layouts and workloads for tests of predictions."""
+"""Clusters, plans and workloads for tests of predictions."""
 
 import dataclasses
 import math
 
 from hypothesis import strategies as st
 
-from ds_hybridep.plan.cluster import Cluster, Level, LinkSpeed, divisors
-from ds_hybridep.plan.layout import IDENTITY, CodecCost, Layout, LevelCodecs, Rates
-from ds_hybridep.plan.packets import BlockwiseSizes
+from ds_hybridep.geometry.cluster import Cluster, Level, LinkSpeed, divisors
+from ds_hybridep.geometry.packets import BlockwiseSizes
+from ds_hybridep.plan.plan import LevelCodecs, Plan
+from ds_hybridep.plan.rates import IDENTITY, CodecCost, Rates
 from ds_hybridep.plan.workload import MoEModel, Workload
 
 TOY = MoEModel(
@@ -23,8 +24,8 @@ def cluster_of(*sizes, bandwidth=1e6, latency_s=0.0):
     return Cluster(tuple(Level(name, size, link) for name, size, link in zip(names, sizes, links, strict=True)))
 
 
-def layout_of(spans, domain_sizes, **settings):
-    return Layout(spans=spans, domain_sizes=domain_sizes, codecs=(LevelCodecs(),) * len(spans), **settings)
+def plan_over(spans, domain_sizes, **settings):
+    return Plan(spans=spans, domain_sizes=domain_sizes, codecs=(LevelCodecs(),) * len(spans), **settings)
 
 
 def toy(**settings):
@@ -33,7 +34,7 @@ def toy(**settings):
 
 @st.composite
 def cases(draw):
-    """A cluster of 1 to 3 levels with any links, a layout on it, a workload and rates."""
+    """A cluster of 1 to 3 levels with any links, a plan on it, a workload and rates."""
     sizes = draw(st.lists(st.sampled_from([1, 2, 3, 4]), min_size=1, max_size=3))
     links = [LinkSpeed(draw(st.floats(1e4, 1e10)), draw(st.sampled_from([0.0, 1e-4, 0.05]))) for _ in sizes]
     cluster = Cluster(tuple(Level(f"l{i}", n, link) for i, (n, link) in enumerate(zip(sizes, links, strict=True))))
@@ -42,13 +43,12 @@ def cases(draw):
     ours = tuple(draw(st.sampled_from(divisors(span))) for span in spans)
     sized = CodecCost("int4", encode_bytes_per_s=2e9, packets=BlockwiseSizes(4, 128))
     codec = st.sampled_from([IDENTITY, CodecCost("small", 20.0, 1e9, 5e8), sized])
-    layout = Layout(
+    plan = Plan(
         spans=spans,
         domain_sizes=(1,) * len(spans) if is_padded else ours,
         codecs=tuple(LevelCodecs(*(draw(codec) for _ in range(4))) for _ in spans),
         prefetch_depth=draw(st.integers(0, 4)),
-        exchange=draw(st.sampled_from(["direct", "hierarchical"])),
-        is_padded=is_padded,
+        token_exchange="deepspeed" if is_padded else draw(st.sampled_from(["direct", "hierarchical"])),
     )
     model = dataclasses.replace(TOY, num_experts=math.prod(spans) * draw(st.integers(2, 3)))
     workload = Workload(
@@ -66,7 +66,7 @@ def cases(draw):
         expert_call_s=1e-5,
         overlap=draw(st.sampled_from([0.0, 0.3, 1.0])),
     )
-    return cluster, layout, workload, rates
+    return cluster, plan, workload, rates
 
 
 SETTINGS = [

@@ -12,7 +12,7 @@ from codec_cases import make_codec
 from ds_hybridep.codecs.compact import compact, expand
 from ds_hybridep.config_codecs import recommended_codecs
 from ds_hybridep.errors import PacketError
-from ds_hybridep.plan.slots import Span, whole
+from ds_hybridep.geometry.slots import Span, whole
 from ds_hybridep.sync.error_feedback import ErrorFeedback, residual_of
 from ds_hybridep.sync.flat import parts_of
 from ds_hybridep.sync.home import Home

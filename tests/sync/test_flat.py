@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ds_hybridep.plan.slots import MIN_MATRIX, Span, cut, even_bounds, whole
+from ds_hybridep.geometry.slots import MIN_MATRIX, Span, cut, even_bounds, whole
 from ds_hybridep.sync.flat import hash_of, parts_of, split
 
 SHAPES = st.one_of(

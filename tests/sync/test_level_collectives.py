@@ -16,8 +16,8 @@ from process_pool import ProcessPool
 from torch import Tensor
 from torch import distributed as dist
 
-from ds_hybridep.plan.cluster import Cluster, Level
-from ds_hybridep.plan.slots import whole
+from ds_hybridep.geometry.cluster import Cluster, Level
+from ds_hybridep.geometry.slots import whole
 from ds_hybridep.sync.dense import GroupSync
 from ds_hybridep.sync.slot_codecs import Encoding
 from ds_hybridep.sync.transaction import Transaction

@@ -30,11 +30,11 @@ from moe_refs import (
 from process_pool import ProcessPool
 from torch import distributed as dist
 
+from ds_hybridep.geometry.cluster import Cluster, Level
+from ds_hybridep.geometry.partition import Partition
+from ds_hybridep.geometry.row_format import RowFormat, record_bytes
+from ds_hybridep.geometry.token_route import TokenExchange, build_route
 from ds_hybridep.kernels import load_kernels
-from ds_hybridep.plan.cluster import Cluster, Level
-from ds_hybridep.plan.partition import Partition
-from ds_hybridep.plan.row_format import RowFormat, record_bytes
-from ds_hybridep.plan.token_route import TokenExchange, build_route
 from ds_hybridep.tokens.exchange import HEADER_BYTES, build_exchanges
 from ds_hybridep.tokens.layer import combine, dispatch
 

@@ -21,7 +21,7 @@ from torch import distributed as dist
 
 from ds_hybridep.config import parse_config
 from ds_hybridep.errors import AgreementError, CommunicationError, ConfigError, UnsupportedError
-from ds_hybridep.plan.cluster import Cluster, Level, LinkSpeed
+from ds_hybridep.geometry.cluster import Cluster, Level, LinkSpeed
 from ds_hybridep.transport.agreement import agree, announcing_failure, hear, together
 from ds_hybridep.transport.channels import Purpose
 from ds_hybridep.transport.job import backends_of
@@ -586,7 +586,7 @@ def test_two_runtimes_do_not_mix(pool4: ProcessPool) -> None:
 SCRIPT_THAT_ENDS_DURING_A_TRANSFER = """
 import os, sys, time
 import torch, torch.distributed as dist
-from ds_hybridep.plan.cluster import Cluster, Level
+from ds_hybridep.geometry.cluster import Cluster, Level
 from ds_hybridep.transport.channels import Purpose, Transport
 
 rank, port = int(sys.argv[1]), int(sys.argv[2])

@@ -42,7 +42,7 @@ atexit.register(note, "handler_made_before_the_watch")
 BEGIN = f"""{IMPORTS}
 dist.init_process_group("gloo", timeout=timedelta(seconds=90))
 if os.environ["WATCHED"]:
-    from ds_hybridep.plan.cluster import Cluster, Level
+    from ds_hybridep.geometry.cluster import Cluster, Level
     from ds_hybridep.transport import watch
     from ds_hybridep.transport.job_link import LinkSettings
     dist.barrier()

@@ -13,7 +13,7 @@ from torch import distributed as dist
 
 from ds_hybridep.config import parse_config
 from ds_hybridep.errors import ConfigError, HybridEPError
-from ds_hybridep.plan.cluster import Cluster, Level, LinkSpeed
+from ds_hybridep.geometry.cluster import Cluster, Level, LinkSpeed
 from ds_hybridep.transport.agreement import agree
 from ds_hybridep.transport.channels import Purpose, Transport
 from ds_hybridep.transport.job_link import LinkSettings

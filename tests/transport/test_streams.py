@@ -19,7 +19,7 @@ from training import engine_of
 
 from ds_hybridep.adaptive.probe import LinkProbe
 from ds_hybridep.errors import CommunicationError
-from ds_hybridep.plan.cluster import Cluster, Level
+from ds_hybridep.geometry.cluster import Cluster, Level
 from ds_hybridep.transport import nccl
 from ds_hybridep.transport.agreement import agree
 from ds_hybridep.transport.channels import Purpose, Transport

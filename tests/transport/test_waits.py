@@ -14,7 +14,7 @@ from torch import distributed as dist
 from toy_model import ToyConfig
 
 import ds_hybridep
-from ds_hybridep.plan.cluster import Cluster, Level, LinkSpeed
+from ds_hybridep.geometry.cluster import Cluster, Level, LinkSpeed
 
 pytestmark = pytest.mark.dist
 

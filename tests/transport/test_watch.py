@@ -20,8 +20,8 @@ from process_pool import COLLECTIVE_LIMIT_S, ProcessPool
 from watch_script import HEALTHY
 
 from ds_hybridep.errors import CommunicationError
+from ds_hybridep.geometry.cluster import Cluster, Level
 from ds_hybridep.link import Fact
-from ds_hybridep.plan.cluster import Cluster, Level
 from ds_hybridep.transport import job_link
 from ds_hybridep.transport import waits as waits_module
 from ds_hybridep.transport.diagnosis import NEARBY, News, View, cause_of, peers_of, report

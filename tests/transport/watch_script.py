@@ -24,9 +24,9 @@ if __name__ == "__main__":  # and not in the process of the tests, which import 
 import torch
 import torch.distributed as dist
 
+from ds_hybridep.geometry.cluster import Cluster, Level
 from ds_hybridep.kernels import load_kernels
 from ds_hybridep.lab.ports import hold_port
-from ds_hybridep.plan.cluster import Cluster, Level
 from ds_hybridep.transport import watch
 from ds_hybridep.transport.job_link import LinkSettings
 

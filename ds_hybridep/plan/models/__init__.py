@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sizes of well-known models, and the reader of model files."""
+"""Sizes of well-known models."""
 
-import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from ds_hybridep.errors import ConfigError, PlanError
+from ds_hybridep.config import parser_of
+from ds_hybridep.errors import PlanError
 
 
 def ready_names() -> tuple[str, ...]:
@@ -34,21 +34,3 @@ def read_model_file(name_or_path: str) -> dict[str, Any]:
     if not isinstance(content, Mapping):
         raise PlanError(f"--model: {name_or_path} holds a {type(content).__name__}, wanted an object with keys")
     return dict(content)
-
-
-def parser_of(name: str, what: str) -> Callable[[str], object]:
-    """The parser of a file's text, JSON if its name ends in .json, else YAML.  It raises ValueError for bad syntax."""
-    if name.endswith(".json"):
-        return json.loads
-    try:
-        import yaml  # only users of YAML files need the package
-    except ImportError as error:
-        raise ConfigError(f"{what} needs PyYAML; install it, or write the file as JSON") from error
-
-    def parse(text: str) -> object:
-        try:
-            return yaml.safe_load(text)
-        except yaml.YAMLError as error:
-            raise ValueError(str(error)) from error
-
-    return parse

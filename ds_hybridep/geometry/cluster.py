@@ -4,6 +4,7 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 from ds_hybridep.errors import PlanError
@@ -90,6 +91,11 @@ class Cluster:
     @property
     def num_ranks(self) -> int:
         return math.prod(self.sizes)
+
+    @cached_property
+    def ranks_below(self) -> tuple[int, ...]:
+        """By level, the ranks that share one uplink."""
+        return tuple(math.prod(self.sizes[level + 1 :]) for level in range(len(self.levels)))
 
     def place_of(self, rank: int) -> tuple[int, ...]:
         """Coordinate of a global `rank` at each level.  Raises PlanError outside 0 .. num_ranks - 1."""

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from ds_hybridep.plan.hot import HotCosts, choose_hot, rank_loads, step_s
+from ds_hybridep.geometry.hot import HotCosts, choose_hot, rank_loads, step_s
 
 FREE = HotCosts(row_s=1.0, copy_s=0.0)
 

@@ -6,8 +6,6 @@ codes of D elements | exponents of ceil(D / 128) blocks, a byte each | zeros
 
 from typing import Literal
 
-from ds_hybridep.plan.layout import IDENTITY, CodecCost
-
 RowFormat = Literal["int8", "fp8"]
 
 SCALE_BLOCK = 128  # consecutive elements that share a scale; the last block of a row may be short
@@ -23,10 +21,3 @@ def record_bytes(hidden: int) -> int:
     """Bytes of the record of a row of `hidden` elements, in both formats."""
     num_bytes = hidden + num_scales(hidden)
     return -(-num_bytes // RECORD_ALIGNMENT) * RECORD_ALIGNMENT
-
-
-def token_codec(row_format: RowFormat | None, hidden: int, element_bytes: int) -> CodecCost:
-    """Cost of a row format for the stream model; None: rows of `hidden` elements travel unchanged."""
-    if row_format is None:
-        return IDENTITY
-    return CodecCost(row_format, ratio=hidden * element_bytes / record_bytes(hidden))

@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ds_hybridep.errors import PlanError
-from ds_hybridep.plan.cluster import Cluster, Level, divisors
-from ds_hybridep.plan.partition import Partition
+from ds_hybridep.geometry.cluster import Cluster, Level, divisors
+from ds_hybridep.geometry.partition import Partition
 
 # A slow machine is no failure, so there is no deadline per example.
 properties = settings(max_examples=60)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bytes of encoded messages, from the settings of a codec and the shapes of tensors.
+"""Bytes of encoded messages, from the settings of a codec and the shapes of tensors, and how many are under way.
 
 `codecs` asks this module for the sizes of packets.  `sync.messages` pads them; a test checks that both agree.
 """
@@ -19,6 +19,9 @@ FACTOR_BITS = 4  # of an element of a factor
 ITERATIONS = 2  # of the power method, each step
 BITS = {"int8": 8, "int4": 4, "int2": 2}
 PATCH_PREFIX_BYTES = 24
+COMPACT_BYTES = 161 * 2 / 128  # of an element of a residual in the compact form: 161 words for 128 elements
+RETURNING_BYTES = 2**28  # of gradients on their way back: more than fits on a long link at a time
+MOST_LEAVES = 16  # messages in which the gradients of a site leave; what leaves last is not hidden
 
 Part = tuple[int, int, int]  # (number of matrices, rows, columns); a vector has one row
 
@@ -129,6 +132,15 @@ def factor_bytes(length: int) -> int:
 def round_up(num_bytes: int, multiple: int = 4) -> int:
     """Round up to the next multiple.  The default keeps packets aligned to 4 bytes."""
     return -(-num_bytes // multiple) * multiple
+
+
+def return_depth(num_layers: int, layer_bytes: float, prefetch_depth: int) -> int:
+    """Layers between the start of a gradient's return and the wait for it, if all replicas stay.
+
+    Gradients that are on their way at the same time share one delay of the link.  Until the rank has waited for them,
+    each layer needs `layer_bytes`, fp32, for the gradients that return.
+    """
+    return max(prefetch_depth, min(num_layers, int(RETURNING_BYTES // max(layer_bytes, 1))))
 
 
 FALLBACK = BlockwiseSizes(4, 128)  # in place of low rank for small tensors

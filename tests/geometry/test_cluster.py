@@ -4,7 +4,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ds_hybridep.errors import PlanError
-from ds_hybridep.plan.cluster import Cluster, Level, divisors, flatten, unflatten
+from ds_hybridep.geometry.cluster import Cluster, Level, divisors, flatten, unflatten
 
 # A slow machine is no failure, so there is no deadline per example.
 properties = settings(max_examples=60)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from ds_hybridep.errors import PlanError
-from ds_hybridep.plan.cluster import Cluster, divisors, flatten, unflatten
+from ds_hybridep.geometry.cluster import Cluster, divisors, flatten, unflatten
 
 MAX_LISTED = 8  # items of a long list that an error message spells out
 

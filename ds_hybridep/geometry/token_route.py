@@ -8,8 +8,8 @@ from itertools import accumulate
 from operator import mul
 from typing import Literal, get_args
 
-from ds_hybridep.plan.cluster import Cluster, known_or_assumed_bandwidths, latencies_of
-from ds_hybridep.plan.partition import Partition
+from ds_hybridep.geometry.cluster import Cluster, known_or_assumed_bandwidths, latencies_of
+from ds_hybridep.geometry.partition import Partition
 
 TokenExchange = Literal["direct", "hierarchical"]
 

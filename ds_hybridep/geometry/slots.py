@@ -19,7 +19,7 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import accumulate
 
-from ds_hybridep.plan.packets import Part, part_elements
+from ds_hybridep.geometry.packets import Part, part_elements
 
 MIN_MATRIX = 1024  # elements; a smaller matrix travels as a vector, because it gains nothing over one
 PARTITION_ALIGNMENT = 2  # the elements of each ZeRO partition are a multiple of this

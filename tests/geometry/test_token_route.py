@@ -6,9 +6,9 @@ from collections import Counter
 import pytest
 
 from ds_hybridep.errors import PlanError
-from ds_hybridep.plan.cluster import Cluster, Level, LinkSpeed, known_or_assumed_bandwidths
-from ds_hybridep.plan.partition import Partition
-from ds_hybridep.plan.token_route import (
+from ds_hybridep.geometry.cluster import Cluster, Level, LinkSpeed, known_or_assumed_bandwidths
+from ds_hybridep.geometry.partition import Partition
+from ds_hybridep.geometry.token_route import (
     RouteStage,
     build_route,
     choose_exchange,
