@@ -15,7 +15,8 @@ from pathlib import Path
 from benchmarks.common import REPOSITORY, table
 from ds_hybridep.commands import question
 from ds_hybridep.errors import PlanError
-from ds_hybridep.plan.planner import Answer, make_plan
+from ds_hybridep.plan.answer import Answer
+from ds_hybridep.plan.planner import make_plan
 
 MODELS = ("Qwen3-30B-A3B", "Mixtral-8x7B", "gpt-oss-120b")
 TRAININGS = {"full": (), "LoRA, rank 16": ("--lora-rank", "16")}

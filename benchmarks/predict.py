@@ -183,7 +183,9 @@ def scenario_of(point: Point, fitted: Fitted, row_scale: float = 1.0) -> Scenari
     if point.codec:
         own_bytes = experts_per_rank(point.priced_plan, workload) * workload.expert_travel_bytes
         speed = own_bytes / max(fitted[f"{point.codec}_s"], 1e-12)
-        codec = CodecCost(point.codec, point.ratio, speed, speed / LOSSY[point.codec])
+        codec = CodecCost(
+            point.codec, point.ratio, encode_bytes_per_s=speed, decode_bytes_per_s=speed / LOSSY[point.codec]
+        )
     crowding = fitted["crowding"] if point.sizes[0] > 2 else 1.0
     flops_per_s, expert_flops_per_s = fitted["flops_per_s"], None
     if point.is_asleep:

@@ -17,8 +17,9 @@ from pathlib import Path
 
 from benchmarks.common import Record, Records, new_figure, plain_numbers, save_figure, table
 from ds_hybridep.geometry.cluster import Cluster, Level, LinkSpeed, divisors
+from ds_hybridep.plan.answer import Answer, Candidate
 from ds_hybridep.plan.plan import LevelCodecs, Plan
-from ds_hybridep.plan.planner import Answer, Candidate, make_plan
+from ds_hybridep.plan.planner import make_plan
 from ds_hybridep.plan.question import Question
 from ds_hybridep.plan.rates import CodecCost, Rates
 from ds_hybridep.plan.workload import MoEModel, Workload

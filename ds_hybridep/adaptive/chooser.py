@@ -11,11 +11,11 @@ the best are tried too, one by one.  A choice holds until links or work change: 
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 
 from ds_hybridep.adaptive.plans import Job, label_of
+from ds_hybridep.plan.answer import TIE
 from ds_hybridep.plan.plan import JobPlan
-from ds_hybridep.plan.planner import TIE
 from ds_hybridep.plan.stream_model import StepPrediction, largest_difference
 
 MOST_CHANGES = 6  # changes of plan in one choice, at most
@@ -74,6 +74,7 @@ class Chooser:
 
     plans: tuple[JobPlan, ...]
     horizon: float = HORIZON
+    _: KW_ONLY
     known: dict[JobPlan, float] = field(default_factory=dict)
     changes_left: int = MOST_CHANGES
     is_open: bool = True  # the next look may change the plan

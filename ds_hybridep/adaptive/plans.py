@@ -9,7 +9,7 @@ from ds_hybridep.config import AUTO, HybridEPConfig, LevelConfig
 from ds_hybridep.config_codecs import AUTO_CODEC, IDENTITY, CodecConfig
 from ds_hybridep.geometry.cluster import Cluster, divisors
 from ds_hybridep.plan.memory import Memory, memory_of
-from ds_hybridep.plan.plan import JobPlan, LevelCodecs, plan_of
+from ds_hybridep.plan.plan import JobPlan, LevelCodecs, SummedBy, is_crossed, plan_of
 from ds_hybridep.plan.rates import CodecCost, Rates
 from ds_hybridep.plan.stream_model import StepPrediction, predict
 from ds_hybridep.plan.workload import Workload
@@ -48,14 +48,12 @@ def _levels_with(
     level: LevelConfig, domain_size: int, config: HybridEPConfig, *, trains_experts: bool
 ) -> list[LevelConfig]:
     """The level once for each choice of codecs that it may have."""
-
-    # Without domains over a level, hot experts and sums of the parameters that several of its children hold cross it.
-    is_crossed = domain_size > 1 or level.hot_experts != 0
-    is_crossed = is_crossed or (level.size > 1 and config.dense_sync == "hierarchical")
+    summed_by: SummedBy = "hierarchical" if config.dense_sync == "hierarchical" else "deepspeed"
+    has_effect = level.hot_experts != 0 or is_crossed(level.size, domain_size, summed_by)
 
     def choices(codec: CodecConfig) -> list[CodecConfig]:
         if codec == AUTO_CODEC:
-            return [IDENTITY, *(config.auto_codecs if trains_experts and is_crossed else ())]
+            return [IDENTITY, *(config.auto_codecs if trains_experts and has_effect else ())]
         return [codec if trains_experts or domain_size == 1 else IDENTITY]
 
     pairs = list(itertools.product(choices(level.weight_codec), choices(level.gradient_codec)))

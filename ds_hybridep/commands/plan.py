@@ -6,8 +6,8 @@ import json
 from typing import Any
 
 from ds_hybridep.commands import question as asking
-from ds_hybridep.plan.planner import Answer, make_plan
-from ds_hybridep.plan.question import Question
+from ds_hybridep.plan.answer import Answer
+from ds_hybridep.plan.planner import make_plan
 from ds_hybridep.plan.summary import describe, ds_config_block, verdict
 
 HELP = "predict step times and choose domain sizes"
@@ -31,18 +31,18 @@ def run(args: argparse.Namespace) -> int:
     question = asking.read_question(args)
     answer = make_plan(question)
     if args.json:
-        print(json.dumps(answer_json(question, answer), indent=2))
+        print(json.dumps(answer_json(answer), indent=2))
         return 0
-    print(describe(question, answer))
+    print(describe(answer))
     if answer.better is None:
-        print("\nFor ds_config.json:\n" + json.dumps(ds_config_block(question, answer), indent=2))
+        print("\nFor ds_config.json:\n" + json.dumps(ds_config_block(answer), indent=2))
     return 0
 
 
-def answer_json(question: Question, answer: Answer) -> dict[str, Any]:
+def answer_json(answer: Answer) -> dict[str, Any]:
     """The plan and the other predictions, as JSON values."""
     return {
         **answer.to_json(),
-        "verdict": verdict(question, answer),
-        "ds_config": ds_config_block(question, answer),
+        "verdict": verdict(answer),
+        "ds_config": ds_config_block(answer),
     }

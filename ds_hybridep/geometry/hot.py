@@ -47,7 +47,7 @@ def rank_loads(
 
 
 def step_s(
-    loads: Sequence[float], owners: Sequence[int], num_ranks: int, hot: Collection[int], costs: HotCosts
+    loads: Sequence[float], owners: Sequence[int], num_ranks: int, hot: Collection[int], *, costs: HotCosts
 ) -> float:
     """Seconds of a layer's experts on the fullest rank, and of the copies on the busiest link."""
     owned = [0] * num_ranks
@@ -62,6 +62,7 @@ def choose_hot(
     owners: Sequence[int],
     num_ranks: int,
     limit: int,
+    *,
     costs: HotCosts,
     current: Collection[int] = (),
 ) -> tuple[int, ...]:
@@ -82,7 +83,7 @@ def choose_hot(
     if least > (1 - LEAST_GAIN) * seconds[0]:
         return ()
     if len(current) in range(1, limit + 1) and (
-        (1 - LEAST_GAIN) * step_s(loads, owners, num_ranks, current, costs) <= least
+        (1 - LEAST_GAIN) * step_s(loads, owners, num_ranks, current, costs=costs) <= least
     ):
         return tuple(sorted(current))
     best = next(count for count, one in enumerate(seconds) if one <= least * (1 + TIE))

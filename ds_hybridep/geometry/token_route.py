@@ -62,7 +62,7 @@ def build_route(partition: Partition, rank: int, num_experts: int, exchange: Tok
 
 
 def expected_rows(
-    domain_counts: Sequence[int], num_experts: int, top_k: int, num_tokens: int, exchange: TokenExchange
+    domain_counts: Sequence[int], num_experts: int, top_k: int, num_tokens: int, *, exchange: TokenExchange
 ) -> tuple[float, ...]:
     """Rows that one rank sends over each level in one dispatch, on average if tokens pick `top_k` experts evenly.
 
@@ -91,7 +91,7 @@ def choose_exchange(
     """The exchange with fewer seconds for one dispatch of rows of `row_bytes`; direct if both are equally fast."""
     seconds = {}
     for exchange in get_args(TokenExchange):
-        rows = expected_rows(partition.domain_counts, num_experts, top_k, num_tokens, exchange)
+        rows = expected_rows(partition.domain_counts, num_experts, top_k, num_tokens, exchange=exchange)
         seconds[exchange] = _dispatch_s(partition.cluster, [num_rows * row_bytes for num_rows in rows], exchange)
     return "hierarchical" if seconds["hierarchical"] < seconds["direct"] else "direct"
 

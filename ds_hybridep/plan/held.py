@@ -28,7 +28,7 @@ from ds_hybridep.plan.workload import Workload
 NARROW_BYTES = 2  # parameters of this size travel as patches over every level that encodes them
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Held:
     """Parameters, and the group of ranks that hold them.
 
@@ -83,7 +83,12 @@ class Held:
     def slot_bytes(self, codec: CodecCost, *, of_parameters: bool = False) -> float:
         """Mean bytes of one slot's message of gradients, or of parameters."""
         return _mean_bytes(
-            self.tensors, self.num_holders, self.workload.zero_stage, codec, self.workload.param_bytes, of_parameters
+            self.tensors,
+            self.num_holders,
+            self.workload.zero_stage,
+            codec,
+            element_bytes=self.workload.param_bytes,
+            padded=of_parameters,
         )
 
     @property
@@ -109,19 +114,33 @@ class Held:
 def dense_parameters(cluster: Cluster, plan: PricedPlan, workload: Workload) -> Held:
     """What all ranks hold."""
     weights, gradients = zip(*((one.dense_weight, one.dense_gradient) for one in plan.codecs), strict=True)
-    return Held(workload, cluster.sizes, workload.dense_tensors, weights, gradients)
+    return Held(
+        workload=workload, spans=cluster.sizes, tensors=workload.dense_tensors, weights=weights, gradients=gradients
+    )
 
 
 def shared_experts(cluster: Cluster, plan: PricedPlan, workload: Workload) -> Held:
     """The experts of one rank, which ranks of other expert-parallel groups also hold."""
     spans = tuple(size // span for size, span in zip(cluster.sizes, plan.spans, strict=True))
     weights, gradients = zip(*((one.weight, one.gradient) for one in plan.codecs), strict=True)
-    return Held(workload, spans, workload.owned_tensors(experts_per_rank(plan, workload)), weights, gradients)
+    return Held(
+        workload=workload,
+        spans=spans,
+        tensors=workload.owned_tensors(experts_per_rank(plan, workload)),
+        weights=weights,
+        gradients=gradients,
+    )
 
 
 @lru_cache(maxsize=4096)
 def _mean_bytes(
-    tensors: tuple[Shape, ...], num_holders: int, zero_stage: int, codec: CodecCost, element_bytes: int, padded: bool
+    tensors: tuple[Shape, ...],
+    num_holders: int,
+    zero_stage: int,
+    codec: CodecCost,
+    *,
+    element_bytes: int,
+    padded: bool,
 ) -> float:
     shares = shares_of(tensors, num_holders, zero_stage)
     slots = shares.parameters if padded else shares.gradients

@@ -44,7 +44,7 @@ class Pipeline:
 
 
 def pipelines(
-    cluster: Cluster, inside: PricedPlan, workload: Workload, rates: Rates, whole: StepPrediction
+    cluster: Cluster, inside: PricedPlan, workload: Workload, rates: Rates, *, whole: StepPrediction
 ) -> Iterator[Pipeline]:
     """Yield the pipelines that begin with as many forwards as 1F1B, twice and three times as many.
 
@@ -63,7 +63,7 @@ def pipelines(
     transfer_s, latency_s = border_bytes / bandwidth, latencies_of(cluster)[0]
     sent = num_batches * border_bytes * min(num_stages - 1, 2)
     for ahead in range(1, MOST_AHEAD + 1):
-        busy_s = schedule_s(num_stages, num_batches, ahead, batch_s, transfer_s, latency_s)
+        busy_s = schedule_s(num_stages, num_batches, ahead, batch_s, transfer_s=transfer_s, latency_s=latency_s)
         yield Pipeline(
             step_s=busy_s + end_s,
             bubble_s=busy_s - num_batches * batch_s,
@@ -73,7 +73,7 @@ def pipelines(
 
 
 def schedule_s(
-    num_stages: int, num_batches: int, ahead: int, batch_s: float, transfer_s: float, latency_s: float
+    num_stages: int, num_batches: int, ahead: int, batch_s: float, *, transfer_s: float, latency_s: float
 ) -> float:
     """Seconds until the first stage has done its last backward.
 

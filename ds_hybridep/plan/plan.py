@@ -11,7 +11,7 @@ A prediction needs their costs, so a priced plan has those in their place; all o
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import KW_ONLY, asdict, dataclass, fields
 from functools import cached_property
 from typing import Any, Generic, Literal, Protocol, TypeVar
 
@@ -48,10 +48,11 @@ class LevelCodecs(Generic[CodecT]):
 
     weight: CodecT = _NO_CODEC
     gradient: CodecT = _NO_CODEC
+    _: KW_ONLY
     token: CodecT = _NO_CODEC
     dense_weight: CodecT = _NO_CODEC
     dense_gradient: CodecT = _NO_CODEC
-    name: str = field(default="", kw_only=True)
+    name: str = ""
 
     @property
     def encodes_experts(self) -> bool:
@@ -202,6 +203,11 @@ class Plan(Generic[CodecT]):
 JobPlan = Plan[CodecConfig]  # of a running job
 PricedPlan = Plan[CodecCost]  # for predictions
 CodecCosts = LevelCodecs[CodecCost]  # of one level
+
+
+def is_crossed(size: int, domain_size: int, dense_sync: SummedBy) -> bool:
+    """Whether weights and gradients cross a level of this size: those of domains, or of what its children all hold."""
+    return domain_size > 1 or (size > 1 and dense_sync == "hierarchical")
 
 
 def listed(values: tuple[int, ...]) -> str:

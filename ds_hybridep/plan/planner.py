@@ -2,89 +2,17 @@
 """Search for the plan of least step time: expert group x domain sizes x codecs x hot experts x token exchange."""
 
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 from ds_hybridep.errors import PlanError
-from ds_hybridep.geometry.cluster import Cluster, divisors
-from ds_hybridep.plan.memory import Memory
+from ds_hybridep.geometry.cluster import divisors
+from ds_hybridep.plan.answer import TIE, Answer, Candidate
 from ds_hybridep.plan.plan import ExpertGroup, Plan, PricedPlan
 from ds_hybridep.plan.question import Question
-from ds_hybridep.plan.rivals import Alternative, alternatives, lacking_note
-from ds_hybridep.plan.routing import Routing, routing_of
-from ds_hybridep.plan.stream_model import StepPrediction, largest_difference
-
-PLAN_VERSION = 2
-TIE = 0.01  # plans this close count as equal, as no model is more exact; of these, nothing lossy and least memory win
-
-
-@dataclass(frozen=True, kw_only=True)
-class Candidate:
-    """One plan with its price, its group and the memory that it needs; `reason` says why it won or lost."""
-
-    group: ExpertGroup
-    plan: PricedPlan
-    prediction: StepPrediction
-    memory: Memory
-    routing: Routing
-    lacking_bytes: float = 0.0  # memory that it needs beyond the available memory
-    reason: str = ""
-
-    @property
-    def step_s(self) -> float:
-        return self.prediction.step_s
-
-    @property
-    def label(self) -> str:
-        """The plan and its group, for people."""
-        return f"{self.plan.label} ep {self.group.ep_size}{' strided' if self.group.is_strided else ''}"
-
-
-@dataclass(frozen=True)
-class Answer:
-    """The planner's answer: `others` has all plans but the best, fastest first; those that do not fit come last."""
-
-    cluster: Cluster
-    best: Candidate
-    others: tuple[Candidate, ...]
-    alternatives: tuple[Alternative, ...]
-
-    @property
-    def runner_up(self) -> Candidate | None:
-        """The fastest of the others; None if none of them fits."""
-        return next((one for one in self.others if not one.lacking_bytes), None)
-
-    @property
-    def better(self) -> Alternative | None:
-        """DeepSpeed's fastest way that fits and beats the best plan by more than a tie; None: use the plan."""
-        return self._fastest(way for way in self.alternatives if way.is_by_deepspeed)
-
-    @property
-    def better_elsewhere(self) -> Alternative | None:
-        """The fastest way of another program that fits and beats the best plan by more than a tie."""
-        return self._fastest(way for way in self.alternatives if not way.is_provided)
-
-    @property
-    def better_as_sites(self) -> Alternative | None:
-        """Sites that average gradients at every step, if they fit and beat the best plan by more than a tie."""
-        return self._fastest(way for way in self.alternatives if way.sites is not None and way.sites.every == 1)
-
-    def _fastest(self, ways: Iterable[Alternative]) -> Alternative | None:
-        least_s = self.best.step_s * (1 - TIE)
-        faster = (way for way in ways if not way.lacking_bytes and way.step_s < least_s and way.dropped <= TIE)
-        return min(faster, key=lambda way: way.step_s, default=None)
-
-    def to_json(self) -> dict[str, Any]:
-        """JSON values."""
-        return {
-            "version": PLAN_VERSION,
-            "levels": [{"name": level.name, "size": level.size} for level in self.cluster.levels],
-            "plan": _candidate_json(self.best),
-            "runner_up": None if self.runner_up is None else _candidate_json(self.runner_up),
-            "others": [_candidate_json(candidate) for candidate in self.others],
-            "alternatives": [_alternative_json(way) for way in self.alternatives],
-        }
+from ds_hybridep.plan.rivals import alternatives, lacking_note
+from ds_hybridep.plan.routing import routing_of
+from ds_hybridep.plan.stream_model import largest_difference
 
 
 def make_plan(question: Question) -> Answer:
@@ -106,7 +34,7 @@ def make_plan(question: Question) -> Answer:
     best = _simplest_of_the_fastest(fitting)
     others = [replace(one, reason=_why_lost(one, best)) for one in candidates if one is not best]
     others.sort(key=lambda one: (one.lacking_bytes > 0, one.step_s))
-    answer = Answer(question.cluster, best, tuple(others), tuple(alternatives(question)))
+    answer = Answer(question=question, best=best, others=tuple(others), alternatives=tuple(alternatives(question)))
     return replace(answer, best=replace(best, reason=_why_won(best, answer.runner_up)))
 
 
@@ -175,44 +103,3 @@ def _why_won(best: Candidate, runner_up: Candidate | None) -> str:
         return f"as fast as {runner_up.label}, with less memory or loss"
     seconds, words = largest_difference(runner_up.prediction, best.prediction)
     return f"{ratio:.4g} times as fast as {runner_up.label}: saves {seconds:.3g} s on {words}"
-
-
-def _candidate_json(candidate: Candidate) -> dict[str, Any]:
-    plan, memory, prediction, routing = candidate.plan, candidate.memory, candidate.prediction, candidate.routing
-    hot: dict[str, Any] = {}
-    if routing.weights is not None:
-        loads = {"load_before": routing.load_before, "load_after": routing.load_after}
-        hot = {"hot_experts": list(plan.hot_by_level), **loads}
-    return {
-        **hot,
-        **({"state": "host"} if plan.state == "host" else {}),
-        **({"host_bytes": memory.host_bytes} if memory.host_bytes else {}),
-        "ep_size": candidate.group.ep_size,
-        "strided": candidate.group.is_strided,
-        "domain_sizes": list(plan.domain_sizes),
-        "weight_codecs": [codecs.weight.name for codecs in plan.codecs],
-        "gradient_codecs": [codecs.gradient.name for codecs in plan.codecs],
-        "dense_weight_codecs": [codecs.dense_weight.name for codecs in plan.codecs],
-        "dense_gradient_codecs": [codecs.dense_gradient.name for codecs in plan.codecs],
-        "token_exchange": plan.token_exchange,
-        "step_s": candidate.step_s,
-        "terms_s": prediction.terms_s,
-        "uplink_bytes": [dict(kinds) for kinds in prediction.uplink_bytes],
-        "memory_bytes": memory.total_bytes,
-        "activation_bytes": memory.activation_bytes,
-        "lacking_bytes": candidate.lacking_bytes,
-        "reason": candidate.reason,
-    }
-
-
-def _alternative_json(way: Alternative) -> dict[str, Any]:
-    return {
-        "name": way.name,
-        "step_s": way.step_s,
-        "terms_s": None if way.prediction is None else way.prediction.terms_s,
-        "memory_bytes": way.memory_bytes,
-        "lacking_bytes": way.lacking_bytes,
-        "provided": way.is_provided,
-        **({"dropped": way.dropped} if way.dropped else {}),
-        "note": way.note,
-    }

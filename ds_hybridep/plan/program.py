@@ -13,7 +13,7 @@ it with flows that share links.
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from functools import cached_property
 from typing import Literal, get_args
 
@@ -55,7 +55,7 @@ class Peers:
         ]
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, kw_only=True)
 class MessageStage:
     """What a rank sends to each of its peers at the same time; tuples have an entry for each level.
 
@@ -80,8 +80,8 @@ class MessageStage:
         cluster: Cluster,
         plan: PricedPlan,
         fixed_bytes: Sequence[float],
-        row_bytes: Sequence[float] = (),
         *,
+        row_bytes: Sequence[float] = (),
         chances: Sequence[float] = (),
         is_back: bool = False,
     ) -> "MessageStage":
@@ -95,8 +95,14 @@ class MessageStage:
             below[level] * peers.count(plan, sizes, level) * (fixed_bytes[level] + rows[level] * chances[level])
             for level in range(len(sizes))
         ]
-        of_levels = tuple(fixed_bytes), tuple(rows), tuple(uplink_bytes), latencies_of(cluster)
-        return cls(peers, *of_levels, is_back=is_back)
+        return cls(
+            peers=peers,
+            fixed_bytes=tuple(fixed_bytes),
+            row_bytes=tuple(rows),
+            uplink_bytes=tuple(uplink_bytes),
+            latencies_s=latencies_of(cluster),
+            is_back=is_back,
+        )
 
     @cached_property
     def levels(self) -> tuple[int, ...]:
@@ -137,6 +143,7 @@ class Run:
     term: str
     label: str
     seconds: float
+    _: KW_ONLY
     is_computing: bool = True
     grows_with_rows: bool = False
 

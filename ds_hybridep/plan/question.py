@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from ds_hybridep.errors import PlanError
 from ds_hybridep.geometry.cluster import Cluster, divisors
 from ds_hybridep.plan.memory import Memory, memory_of
-from ds_hybridep.plan.plan import CodecCosts, ExpertGroup, HotLimit, LevelCodecs, PricedPlan, SummedBy
+from ds_hybridep.plan.plan import CodecCosts, ExpertGroup, HotLimit, LevelCodecs, PricedPlan, SummedBy, is_crossed
 from ds_hybridep.plan.rates import IDENTITY, Rates
 from ds_hybridep.plan.stream_model import StepPrediction, predict
 from ds_hybridep.plan.workload import Workload
@@ -34,8 +34,8 @@ class Question:
 
     def codecs_over(self, level: int, domain_size: int) -> tuple[CodecCosts, ...]:
         """Codec sets that make a difference at a level; DeepSpeed's sums use no codecs."""
-        is_crossed = domain_size > 1 or (self.dense_sync == "hierarchical" and self.cluster.sizes[level] > 1)
-        return self.codecs if is_crossed else self.codecs[:1]
+        has_effect = is_crossed(self.cluster.sizes[level], domain_size, self.dense_sync)
+        return self.codecs if has_effect else self.codecs[:1]
 
     def with_hot_experts(self, plan: PricedPlan) -> Iterator[PricedPlan]:
         """The plan, and with uneven routing also with 1, 2, 4 ... hot experts inside each level that can have them.

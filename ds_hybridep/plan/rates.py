@@ -3,7 +3,7 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 
 from ds_hybridep.errors import PlanError
 from ds_hybridep.geometry.packets import Packets, Part, part_elements
@@ -19,6 +19,7 @@ class CodecCost:
 
     name: str
     ratio: float = 1.0
+    _: KW_ONLY
     encode_bytes_per_s: float = math.inf
     decode_bytes_per_s: float = math.inf
     is_lossy: bool = True

@@ -75,16 +75,18 @@ def alternatives(question: Question) -> list[Alternative]:
     stages, workload = cluster.sizes[0], question.workload
     result += _as_sites(question, alone, plan, whole)
     if workload.model.num_moe_layers >= stages:  # the fastest pipeline, if possible one that fits
-        found = pipelines(cluster, plan, workload, question.rates, whole)
+        found = pipelines(cluster, plan, workload, question.rates, whole=whole)
         best = min(found, key=lambda one: (question.lacking_bytes(one.memory) > 0, one.step_s))
         name = f"pipeline stages across each {cluster.levels[0].name}, EP inside"
         shape = f"{stages * workload.micro_steps} micro-batches, bubble {best.bubble_s:.3g} s"
-        result.append(_elsewhere(question, name, best.step_s, best.memory, shape, best.border_bytes))
+        result.append(
+            _elsewhere(question, name, best.step_s, best.memory, note=shape, crossing_bytes=best.border_bytes)
+        )
     # Local SGD: each child trains by itself, and parameters are averaged every `LOCAL_STEPS` steps.
     terms = question.predict(without_domains(inside.spans(cluster), question.dense_sync)).terms_s
     local_s = whole.step_s + (terms["dense_sync_s"] + terms["expert_sync_s"]) / LOCAL_STEPS
     memory, name = memory_of(alone, plan, workload), f"local SGD, averaged every {LOCAL_STEPS} steps"
-    return [*result, _elsewhere(question, name, local_s, memory, "not the same training: loss may differ")]
+    return [*result, _elsewhere(question, name, local_s, memory, note="not the same training: loss may differ")]
 
 
 def _as_sites(question: Question, alone: Cluster, inside: PricedPlan, whole: StepPrediction) -> list[Alternative]:
@@ -169,7 +171,7 @@ def lacking_note(num_bytes: float) -> str:
 
 
 def _elsewhere(
-    question: Question, name: str, step_s: float, memory: Memory, note: str, crossing_bytes: float | None = None
+    question: Question, name: str, step_s: float, memory: Memory, *, note: str, crossing_bytes: float | None = None
 ) -> Alternative:
     """A way that this program does not provide."""
     lacking = question.lacking_bytes(memory)

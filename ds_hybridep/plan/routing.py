@@ -48,7 +48,15 @@ def routing_of(plan: PricedPlan, workload: Workload) -> "Routing":
         weights = choices.skewed_weights(workload.skew, model.num_experts, group_size, model.top_k)
     hot_level = plan.hot.level if plan.hot is not None and plan.num_hot else None
     return _kept(
-        Routing(plan.spans, plan.domain_sizes, hot_level, plan.num_hot, model.num_experts, model.top_k, weights)
+        Routing(
+            spans=plan.spans,
+            domain_sizes=plan.domain_sizes,
+            hot_level=hot_level,
+            num_hot=plan.num_hot,
+            num_experts=model.num_experts,
+            top_k=model.top_k,
+            weights=weights,
+        )
     )
 
 
@@ -58,7 +66,7 @@ def _kept(routing: "Routing") -> "Routing":
     return routing
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Routing:
     """Rows of a layer, G ranks in the group.
 
@@ -137,7 +145,7 @@ class Routing:
         chosen = []
         for part, owners in self._parts:
             loads = [round(self.loads[expert], LOAD_DIGITS) for expert in part]
-            chosen += [part[at] for at in choose_hot(loads, owners, self.num_sharing, self.num_hot, ROWS_ONLY)]
+            chosen += [part[at] for at in choose_hot(loads, owners, self.num_sharing, self.num_hot, costs=ROWS_ONLY)]
         return frozenset(chosen)
 
     def _fullest(self, hot: frozenset[int]) -> float:
@@ -215,7 +223,7 @@ class Routing:
         for part, owners in self._parts:
             at = [index for index, expert in enumerate(part) if expert in self.hot]
             loads = [self.loads[expert] for expert in part]
-            copies = max(copies, step_s(loads, owners, self.num_sharing, at, COPIES_ONLY))
+            copies = max(copies, step_s(loads, owners, self.num_sharing, at, costs=COPIES_ONLY))
         return copies / math.prod(self.domain_sizes[self.hot_level + 1 :])
 
     def num_passed_on(self, level: int) -> float:

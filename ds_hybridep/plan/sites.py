@@ -42,8 +42,8 @@ class Sites:
 
 
 def sites_of(
-    cluster: Cluster, alone: Cluster, inside: PricedPlan, workload: Workload, rates: Rates, codecs: CodecCosts,
-    whole: StepPrediction, every: int,
+    cluster: Cluster, alone: Cluster, inside: PricedPlan, workload: Workload,
+    *, rates: Rates, codecs: CodecCosts, whole: StepPrediction, every: int,
 ) -> Sites:  # fmt: skip
     """Price sites.
 

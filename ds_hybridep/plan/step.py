@@ -9,7 +9,7 @@ layer, backward   output gradients | experts | input gradients | replicas' gradi
 
 import math
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -65,10 +65,12 @@ def step_program(
     Raises PlanError if the arguments do not fit each other.
     """
     plan.check_fits(cluster)
-    return _Step(cluster, plan, workload, rates, gathers_by_level).program()
+    return _Step(
+        cluster=cluster, plan=plan, workload=workload, rates=rates, gathers_by_level=gathers_by_level
+    ).program()
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class _Step:
     cluster: Cluster
     plan: PricedPlan
@@ -80,7 +82,13 @@ class _Step:
         workload, plan = self.workload, self.plan
         layers = tuple(range(workload.model.num_moe_layers))
         dense, experts = (
-            Synchronisation(kind, find(self.cluster, plan, workload), self.cluster, plan, self.rates.sync_factor)
+            Synchronisation(
+                kind=kind,
+                held=find(self.cluster, plan, workload),
+                cluster=self.cluster,
+                plan=plan,
+                factor=self.rates.sync_factor,
+            )
             for kind, find in FIND.items()
         )
         start_experts, finish_experts = experts.gather_parameters()
@@ -88,7 +96,7 @@ class _Step:
         weights, gradients = self._packet("weights"), self._packet("gradients")
         exchanges = self._exchanges()
         forward, backward = self._forward(exchanges), self._backward(exchanges)
-        take_weights = self._take(weights, self._coding_s("weights", "decode_bytes_per_s"))
+        take_weights = self._take(weights, self._decode_s("weights"))
         between = (
             Repeat(layers[::-1], (*backward, self._before_experts("backward"))),
             *(*dense.sums(is_last=False), *experts.sums(is_last=False)),
@@ -149,7 +157,7 @@ class _Step:
         steps: list[Instruction] = []
         returning: deque[int] = deque()
         depth = layers_in_flight(self.plan, self.workload)
-        take = self._take(gradients, self._coding_s("gradients", "decode_bytes_per_s"))
+        take = self._take(gradients, self._decode_s("gradients"))
         layer_backward = (*backward, *self._send("gradients", gradients))
         for layer in reversed(layers):
             steps.append(Repeat((layer,), layer_backward))
@@ -198,7 +206,13 @@ class _Step:
                 chances = self._routing.busiest_chances(levels)
                 by_level = [rows * num_bytes for num_bytes in row_bytes]
             stage = MessageStage.between(
-                Peers(("domain",), levels), self.cluster, plan, fixed, by_level, chances=chances, is_back=is_back
+                Peers(("domain",), levels),
+                self.cluster,
+                plan,
+                fixed,
+                row_bytes=by_level,
+                chances=chances,
+                is_back=is_back,
             )
             message = Message("tokens", label, (stage,))
             program += [Post(message), Run("host_s", label, round_s, is_computing=False), Wait(message)]
@@ -252,7 +266,7 @@ class _Step:
         """Encode and post one layer's packet; weights are queued right after the optimizer step."""
         if not message.stages:
             return ()
-        seconds = self._coding_s(way, "encode_bytes_per_s")
+        seconds = self._encode_s(way)
         seconds += host_traffic_s(self.plan, self.workload, way)
         packet = Run("host_s", "packet", self.rates.packet_s, is_computing=False)
         return _without_pauses(Run("codec_s", f"encode {way}", seconds), packet, Post(message))
@@ -260,23 +274,32 @@ class _Step:
     def _take(self, message: Message, decode_s: float) -> Program:
         return (Wait(message), Run("codec_s", f"decode {message.label}", decode_s)) if message.stages else ()
 
-    def _coding_s(self, way: Way, rate: str) -> float:
-        """Seconds to encode or decode one layer's packets.
-
-        Weights are encoded once for each codec, and a replica is decoded once, on the rank that keeps it.  Every
-        message of gradients is encoded and decoded.
-        """
-        plan, workload = self.plan, self.workload
-        owned = experts_per_rank(plan, workload)
-        codecs = {level: plan.codecs[level] for level in plan.gather_levels}
-        times: list[tuple[float, CodecCost]]
+    def _encode_s(self, way: Way) -> float:
+        """Seconds to encode one layer's packets: weights once for each codec, every message of gradients."""
+        plan, owned = self.plan, experts_per_rank(self.plan, self.workload)
         if way == "gradients":
-            times = [(gradients_sent(plan, workload, at), one.gradient) for at, one in enumerate(plan.codecs)]
-        elif rate == "encode_bytes_per_s":
-            times = [(owned, codec) for codec in {one.weight for one in codecs.values()}]
-        else:
-            times = [(owned * replicas_over(plan, level), one.weight) for level, one in codecs.items()]
-        return math.fsum(count * workload.expert_travel_bytes / getattr(codec, rate) for count, codec in times)
+            return math.fsum(count * self._expert_bytes / one.encode_bytes_per_s for count, one in self._gradients())
+        codecs = {plan.codecs[level].weight for level in plan.gather_levels}
+        return math.fsum(owned * self._expert_bytes / one.encode_bytes_per_s for one in codecs)
+
+    def _decode_s(self, way: Way) -> float:
+        """Seconds to decode one layer's packets: a replica once, where it stays, every message of gradients."""
+        plan, owned = self.plan, experts_per_rank(self.plan, self.workload)
+        if way == "gradients":
+            return math.fsum(count * self._expert_bytes / one.decode_bytes_per_s for count, one in self._gradients())
+        return math.fsum(
+            owned * replicas_over(plan, level) * self._expert_bytes / plan.codecs[level].weight.decode_bytes_per_s
+            for level in plan.gather_levels
+        )
+
+    @property
+    def _expert_bytes(self) -> int:
+        return self.workload.expert_travel_bytes
+
+    def _gradients(self) -> Iterator[tuple[float, CodecCost]]:
+        """By level, the experts whose gradients a rank sends over it, and their codec."""
+        for level, codecs in enumerate(self.plan.codecs):
+            yield gradients_sent(self.plan, self.workload, level), codecs.gradient
 
 
 def _without_pauses(*steps: Instruction) -> Program:

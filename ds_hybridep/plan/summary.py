@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a plan means, in words, tables and settings for people; the JSON for programs is in `planner`."""
+"""What a plan means, in words, tables and settings for people; the JSON for programs is in `answer`."""
 
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 from ds_hybridep.geometry.cluster import BITS_PER_BYTE, MS_PER_S, Level, known_or_assumed_bandwidths
+from ds_hybridep.plan.answer import Answer, Candidate
 from ds_hybridep.plan.memory import Memory
 from ds_hybridep.plan.plan import EXACT, PricedPlan
-from ds_hybridep.plan.planner import Answer, Candidate
 from ds_hybridep.plan.question import Question
 from ds_hybridep.plan.rivals import Alternative
 
@@ -30,11 +30,11 @@ def level_settings(level: Level) -> dict[str, Any]:
     return {"name": level.name, "size": level.size, **numbers, **several, **control}
 
 
-def ds_config_block(question: Question, answer: Answer) -> dict[str, Any]:
+def ds_config_block(answer: Answer) -> dict[str, Any]:
     """Settings to paste into ds_config.json: the "hybridep" block, and other settings that the plan needs there."""
     plan, levels = answer.best.plan, []
     for level, domain_size, hot, codecs in zip(
-        question.cluster.levels, plan.domain_sizes, plan.hot_by_level, plan.codecs, strict=True
+        answer.question.cluster.levels, plan.domain_sizes, plan.hot_by_level, plan.codecs, strict=True
     ):
         entry = level_settings(level)
         entry["domain_size"] = domain_size
@@ -56,7 +56,7 @@ def ds_config_block(question: Question, answer: Answer) -> dict[str, Any]:
     return settings
 
 
-def verdict(question: Question, answer: Answer) -> list[str]:
+def verdict(answer: Answer) -> list[str]:
     """One or more sentences: use it, use it without domains, or do not use it, and why."""
     best, better = answer.best, answer.better
     if better is not None:
@@ -77,7 +77,7 @@ def verdict(question: Question, answer: Answer) -> list[str]:
         lines = [f"Use domain sizes {sizes}{encoded}: {_seconds(best.step_s)}, {best.reason}."]
     if (as_sites := answer.better_as_sites) is not None:
         lines.append(
-            f"One job for each {answer.cluster.levels[0].name} is faster: {as_sites.name}, "
+            f"One job for each {answer.question.cluster.levels[0].name} is faster: {as_sites.name}, "
             f"{_seconds(as_sites.step_s)}, {best.step_s / as_sites.step_s:.3g} times as fast ({as_sites.note})."
         )
     elsewhere = answer.better_elsewhere
@@ -86,19 +86,20 @@ def verdict(question: Question, answer: Answer) -> list[str]:
             f"Do not use it where you can have this: {elsewhere.name}, {_seconds(elsewhere.step_s)}, "
             f"{best.step_s / elsewhere.step_s:.3g} times as fast ({elsewhere.note})."
         )
-    return lines if better is not None else lines + _advice_on_groups(question, answer)
+    return lines if better is not None else lines + _advice_on_groups(answer)
 
 
 def _encoded_over(answer: Answer) -> str:
     """Words for the levels over which the best plan encodes."""
-    pairs = zip(answer.cluster.levels, answer.best.plan.codecs, strict=True)
+    pairs = zip(answer.question.cluster.levels, answer.best.plan.codecs, strict=True)
     names = [level.name for level, codecs in pairs if codecs.label != EXACT]
     return f", encoded over {' and '.join(names)}" if names else ""
 
 
-def _advice_on_groups(question: Question, answer: Answer) -> list[str]:
-    cluster, group, plan = question.cluster, answer.best.group, answer.best.plan
-    num_experts, outermost = question.workload.model.num_experts, cluster.levels[0]
+def _advice_on_groups(answer: Answer) -> list[str]:
+    question, group, plan = answer.question, answer.best.group, answer.best.plan
+    cluster, num_experts = question.cluster, question.workload.model.num_experts
+    outermost = cluster.levels[0]
     lines = []
     if num_experts < cluster.num_ranks:
         lines.append(
@@ -121,24 +122,24 @@ def _advice_on_groups(question: Question, answer: Answer) -> list[str]:
     return lines
 
 
-def describe(question: Question, answer: Answer) -> str:
+def describe(answer: Answer) -> str:
     """The whole answer as text."""
     terms = answer.best.prediction.terms_s
     shown = [f"{name.removesuffix('_s')} {seconds:.4g}" for name, seconds in terms.items() if seconds > 0]
     sections = [
-        _describe_question(question),
+        _describe_question(answer.question),
         _plan_table(answer),
         f"Seconds of {answer.best.label}: {', '.join(shown)}",
         f"GB per GPU: {_describe_memory(answer.best.memory)}",
-        *_describe_hot(question, answer),
-        "\n".join(verdict(question, answer)),
+        *_describe_hot(answer),
+        "\n".join(verdict(answer)),
     ]
     return "\n\n".join(sections)
 
 
-def _describe_hot(question: Question, answer: Answer) -> list[str]:
+def _describe_hot(answer: Answer) -> list[str]:
     """What hot experts the plan has, or that it has none; nothing under even routing."""
-    plan, routing = answer.best.plan, answer.best.routing
+    plan, routing, question = answer.best.plan, answer.best.routing, answer.question
     if not question.workload.is_uneven:
         return []
     if plan.hot is None:
@@ -199,7 +200,7 @@ def _describe_question(question: Question) -> str:
 def _plan_table(answer: Answer) -> str:
     is_uneven = answer.best.routing.weights is not None
     load = ("max/mean",) if is_uneven else ()
-    header = ("", "plan", "s/step", f"GB/step, {answer.cluster.levels[0].name} uplink", "GB/GPU", *load, "")
+    header = ("", "plan", "s/step", f"GB/step, {answer.question.cluster.levels[0].name} uplink", "GB/GPU", *load, "")
     shown = _best_counts(answer)[:MAX_ROWS]
     # Data parallelism over the slow link is always shown, because most jobs use it.
     inside = next((one for one in (answer.best, *answer.others) if one.plan.spans[0] == 1), None)

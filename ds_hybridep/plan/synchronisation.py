@@ -26,7 +26,7 @@ ALL_REDUCE_PASSES = 2.0  # of a ring
 NORM_BYTES = 1e-9  # so few that they count for nothing, but not 0, because messages of 0 bytes are left out
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Synchronisation:
     """Sums and gathers of one kind of parameters."""
 
@@ -132,6 +132,12 @@ class Synchronisation:
         around_s -= min(latencies[level] for level in used)  # the last block leaves out the nearest hop
         peers = Peers(self._parts, tuple(range(len(sizes))), is_ring=True)
         nothing, edge = (0.0,) * len(sizes), (edge_bytes,) * len(sizes)
-        stage = MessageStage(peers, edge, nothing, tuple(uplink_bytes), (passes * around_s,) * len(sizes))
+        stage = MessageStage(
+            peers=peers,
+            fixed_bytes=edge,
+            row_bytes=nothing,
+            uplink_bytes=tuple(uplink_bytes),
+            latencies_s=(passes * around_s,) * len(sizes),
+        )
         message = Message(self.kind, self._name, (stage,))
         return Post(message), Wait(message)

@@ -125,7 +125,7 @@ class HotLayer:
             tuple(experts[at] for at in choose_hot(
                 [self.loads[expert] / self.partition.domain_size for expert in experts],
                 [self._owners[expert] for expert in experts],
-                self.num_ranks, limit, costs, [experts.index(one) for one in current],
+                self.num_ranks, limit, costs=costs, current=[experts.index(one) for one in current],
             ))
             for experts, current in zip(self._domains, self.choices, strict=True)
         ]  # fmt: skip

@@ -20,7 +20,7 @@ SAME_RATE = 1.0 + 1e-12  # links within this factor fill up together; the differ
 MAX_KNOWN_SHARES = 4096  # sets of flows whose rates are kept, because all layers of a step send the same
 
 
-def fair_rates(capacities: Floats, weights: Floats, flow: Ints, link: Ints, load: Floats) -> Floats:
+def fair_rates(capacities: Floats, weights: Floats, flow: Ints, link: Ints, *, load: Floats) -> Floats:
     """Weighted max-min fair rates of flows.
 
     Args:
@@ -121,7 +121,7 @@ class LinkShares:
             for name in ("weights", "entry_link", "entry_load")
         )
         entries = np.concatenate([is_flowing for _, is_flowing in active])[flow]
-        rates = fair_rates(self._capacities, weights, flow[entries], link[entries], load[entries])
+        rates = fair_rates(self._capacities, weights, flow[entries], link[entries], load=load[entries])
         found = []
         for (flows, is_flowing), own in zip(active, np.split(rates, starts[1:-1]), strict=True):
             is_busy = np.zeros(len(is_flowing), dtype=bool)

@@ -20,7 +20,7 @@ class Schedule:
     """
 
     def __init__(
-        self, program: planned.Program, scenario: Scenario, rows: Floats, slowdowns: Floats, maker: TrafficMaker
+        self, program: planned.Program, scenario: Scenario, rows: Floats, slowdowns: Floats, *, maker: TrafficMaker
     ) -> None:
         self.program: list[Instruction] = []
         self.operations: list[Operation] = []

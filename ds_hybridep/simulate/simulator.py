@@ -89,7 +89,7 @@ def simulate(scenario: Scenario, *, is_reduced: bool = True, traced_ranks: Seque
     )
     # One peer in each domain sends its rows here.
     rows = pairs * math.prod(plan.domain_counts) / workload.model.top_k / priced.load_after
-    schedule = Schedule(program, scenario, rows[classes.examples], slowdowns[classes.examples], maker)
+    schedule = Schedule(program, scenario, rows[classes.examples], slowdowns[classes.examples], maker=maker)
     traced = {rank: int(classes.class_of[rank]) for rank in traced_ranks}
     engine = Engine(
         _capacities(scenario, found[:num_levels], classes, maker),

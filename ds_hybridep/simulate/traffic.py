@@ -147,7 +147,7 @@ class TrafficMaker:
         num_sent, num_received = peers[at, src, dst], peers[at, dst, src]
         sent = np.bincount(at, classes.sizes[src] * num_sent * size, len(self.cluster.sizes))
         weights = np.ones(len(src)) if self._is_fair_to_flows else 1.0 / peers.sum(axis=2)[at, src]
-        flow, link, load = self._entries(src, dst, at, num_sent, num_received)
+        flow, link, load = self._entries(src, dst, at, num_sent, num_received=num_received)
         number = np.arange(len(src), dtype=np.int64)
         is_own = src == dst
         flows = Flows(
@@ -175,7 +175,7 @@ class TrafficMaker:
         return np.stack(result)
 
     def _entries(
-        self, src: Ints, dst: Ints, at: Ints, num_sent: Ints, num_received: Ints
+        self, src: Ints, dst: Ints, at: Ints, num_sent: Ints, *, num_received: Ints
     ) -> tuple[Ints, Ints, Floats]:
         """Links of flows: a child's uplink carries the flows of all ranks of the class below it."""
         classes, num_levels = self.classes, len(self.cluster.sizes)

@@ -224,7 +224,7 @@ def planned_block(case: Case, **settings: Any) -> dict[str, Any]:
     return {"levels": levels, **settings}
 
 
-def plan_after_load(case: Case, folder: str) -> tuple[str, str, list[float], list[float]]:
+def plan_after_load(case: Case, folder: str) -> tuple[JobPlan, JobPlan, list[float], list[float]]:
     """Plan at the save and after the load, and losses after both."""
     with engine_of(case, with_block=True, hybridep=planned_block(case)) as engine:
         train(engine, case, 0, 2)
@@ -246,7 +246,7 @@ def movement_of_nothing(engine: Engine, case: Case) -> float:
     return sum(float((p - b).norm()) for p, b in zip(engine.module.parameters(), before, strict=True))
 
 
-def load_into_a_lossy_plan(case: Case, folder: str) -> tuple[str, float, float]:
+def load_into_a_lossy_plan(case: Case, folder: str) -> tuple[JobPlan, float, float]:
     """A plan that kept gradients back is left for that of a checkpoint, in the middle of an accumulation.
 
     Returns the plan then, the norm of what was kept back before, and how far a step of nothing moves parameters.
@@ -366,10 +366,11 @@ def record_by_hand(case: Case, folder: str) -> tuple[Any, str, list[float], str]
         ds_hybridep.replan(engine, block_of(case, **block_with(case, LOSSY[:1])))
         engine.save_checkpoint(folder, tag="by hand")
         record = ds_hybridep.stats(engine)["planning"]
-        dist.barrier()
-        (Path(folder) / "by hand" / "hybridep_plan.json").write_text('{"plan": ')  # both write the same
-        dist.barrier()
-        engine.load_checkpoint(folder, tag="by hand")
+        for text in ('{"plan": ', '{"plan": "[1] tokens direct"}'):  # broken; of a version that wrote labels only
+            dist.barrier()
+            (Path(folder) / "by hand" / "hybridep_plan.json").write_text(text)  # both write the same
+            dist.barrier()
+            engine.load_checkpoint(folder, tag="by hand")
         sizes = [level.domain_size for level in attachment_of(engine).runtime.config.levels]
         return record["plan"], record["history"][-1]["to"], sizes, attachment_of(engine).planner.history[-1]["to"]
 
@@ -498,17 +499,17 @@ def test_a_planned_job_goes_on_with_the_plan_of_its_checkpoint(pool4: ProcessPoo
     results = pool4.run(plan_after_load, case=world4(1, 1, zero_stage=1), folder=str(tmp_path))
     for saved, loaded, losses, again in results:
         assert saved == loaded
-        assert saved.startswith("[2,1]")
+        assert saved.domain_sizes == (2, 1)
         assert again == close_to(losses)
     record = json.loads((tmp_path / "two" / "hybridep_plan.json").read_text())
-    assert record["plan"] == results[0][0]
+    assert record["decisions"] == results[0][0].to_json()
     assert record["history"][-1]["reason"] == "by hand"
 
 
 def test_a_load_brings_no_gradients_of_before(pool2: ProcessPool, tmp_path):
     case = world2(2, optimizer="sgd", accumulation=2)
-    for label, kept, movement in pool2.run(load_into_a_lossy_plan, case=case, folder=str(tmp_path)):
-        assert label.startswith("[1]")
+    for plan, kept, movement in pool2.run(load_into_a_lossy_plan, case=case, folder=str(tmp_path)):
+        assert plan.domain_sizes == (1,)
         assert kept > 0
         assert movement == 0
 

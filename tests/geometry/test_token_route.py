@@ -142,7 +142,7 @@ def test_expected_rows_are_the_mean_over_all_tokens(partition, num_experts, exch
     num_tried = len(partition.group_ranks) * len(choices)
     measured = [5 * rows[level] / num_tried for level in range(partition.num_levels)]
     # Both are ratios of small whole numbers; only the last digits of the division may differ.
-    assert expected_rows(partition.domain_counts, num_experts, top_k, 5, exchange) == pytest.approx(
+    assert expected_rows(partition.domain_counts, num_experts, top_k, 5, exchange=exchange) == pytest.approx(
         measured, rel=1e-12, abs=0
     )
 
@@ -151,18 +151,18 @@ def test_expected_rows_of_one_level_are_the_formula_of_even_routing():
     num_tokens, num_ranks, num_experts, top_k = 128, 8, 32, 4
     missed = math.comb(num_experts - 4, top_k) / math.comb(num_experts, top_k)
     expected = num_tokens * (num_ranks - 1) * (1 - missed)
-    assert expected_rows((8,), num_experts, top_k, num_tokens, "direct") == pytest.approx((expected,))
+    assert expected_rows((8,), num_experts, top_k, num_tokens, exchange="direct") == pytest.approx((expected,))
 
 
 def test_expected_rows_of_many_experts_keep_their_digits():
-    rows = expected_rows((100, 10, 10), 10_000, 1, 1, "direct")
+    rows = expected_rows((100, 10, 10), 10_000, 1, 1, exchange="direct")
     assert rows == pytest.approx((99 * 100 / 10_000, 9 * 10 / 10_000, 9 / 10_000), rel=1e-15)
 
 
 def test_stages_send_fewer_rows_over_slow_links_and_more_over_fast_ones():
     partition = whole([2, 4], [1, 1])
-    direct = expected_rows(partition.domain_counts, 8, 4, 1000, "direct")
-    staged = expected_rows(partition.domain_counts, 8, 4, 1000, "hierarchical")
+    direct = expected_rows(partition.domain_counts, 8, 4, 1000, exchange="direct")
+    staged = expected_rows(partition.domain_counts, 8, 4, 1000, exchange="hierarchical")
     assert staged[0] < direct[0]
     assert staged[1] > direct[1]
 
@@ -202,7 +202,7 @@ def test_the_choice_can_be_made_before_links_are_known():
 
 def test_an_uplink_is_shared_by_all_ranks_below_it():
     partition = whole([2, 4], [1, 1])
-    direct, staged = (expected_rows(partition.domain_counts, 8, 4, 1, exchange) for exchange in EXCHANGES)
+    direct, staged = (expected_rows(partition.domain_counts, 8, 4, 1, exchange=exchange) for exchange in EXCHANGES)
     # Stages save rows on level 0, where 4 ranks share an uplink, and add rows on level 1, where each has its own.
     break_even = (staged[1] - direct[1]) / (4 * (direct[0] - staged[0]))
     assert chosen([1e9, 1e9 * break_even * 1.01]) == "hierarchical"

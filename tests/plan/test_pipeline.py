@@ -51,26 +51,32 @@ def step_by_step(num_stages, num_batches, ahead, forward_s, backward_s, transfer
 @given(st.integers(1, 9), st.sampled_from([2.0, 3.0]), seconds, seconds, seconds, st.integers(1, 3))
 def test_two_stages_take_what_a_schedule_worked_out_step_by_step_takes(rows, ratio, forward, transfer, latency, ahead):
     batches, backward = 2 * rows, ratio * forward
-    found = schedule_s(2, batches, ahead, forward + backward, transfer, latency)
+    found = schedule_s(2, batches, ahead, forward + backward, transfer_s=transfer, latency_s=latency)
     assert found == pytest.approx(step_by_step(2, batches, ahead, forward, backward, transfer, latency))
 
 
 @settings(max_examples=50)
 @given(st.integers(3, 5), st.integers(1, 8), st.floats(0.0, 1.0), st.floats(0.0, 1.0), st.integers(2, 3))
 def test_more_stages_that_run_ahead_take_as_long_within_three_percent(stages, rows, transfer, latency, ahead):
-    found = schedule_s(stages, stages * rows, ahead, 3.0, transfer, latency)
+    found = schedule_s(stages, stages * rows, ahead, 3.0, transfer_s=transfer, latency_s=latency)
     assert found == pytest.approx(step_by_step(stages, stages * rows, ahead, 1.0, 2.0, transfer, latency), rel=0.03)
 
 
 def test_over_an_idle_border_the_bubble_is_one_batch_for_each_further_stage():
     for stages, batches in itertools.product((1, 2, 4), (4, 7)):
-        assert schedule_s(stages, batches, 1, 3.0, 0.0, 0.0) == pytest.approx((batches + stages - 1) * 3.0)
+        assert schedule_s(stages, batches, 1, 3.0, transfer_s=0.0, latency_s=0.0) == pytest.approx(
+            (batches + stages - 1) * 3.0
+        )
 
 
 def test_running_ahead_hides_the_way_over_a_slow_border():
-    assert schedule_s(2, 20, 1, 3.0, 0.5, 1.0) > schedule_s(2, 20, 2, 3.0, 0.5, 1.0) >= 20 * 3.0
+    assert (
+        schedule_s(2, 20, 1, 3.0, transfer_s=0.5, latency_s=1.0)
+        > schedule_s(2, 20, 2, 3.0, transfer_s=0.5, latency_s=1.0)
+        >= 20 * 3.0
+    )
     # A border that is slower than the stages sets the pace.
-    assert schedule_s(2, 20, 3, 3.0, 5.0, 0.0) >= 20 * 5.0
+    assert schedule_s(2, 20, 3, 3.0, transfer_s=5.0, latency_s=0.0) >= 20 * 5.0
 
 
 def test_bytes_and_memory_of_a_pipeline():
@@ -78,7 +84,7 @@ def test_bytes_and_memory_of_a_pipeline():
     cluster = Cluster((Level("dc", 2, LinkSpeed(1e6, 0.01)), Level("gpu", 2, LinkSpeed(1e9, 0.0))))
     rates, inside = Rates(flops_per_s=1e9), without_domains((2,))
     whole = predict(Cluster(cluster.levels[1:]), inside, workload, rates)
-    one, two, three = pipelines(cluster, inside, workload, rates, whole)
+    one, two, three = pipelines(cluster, inside, workload, rates, whole=whole)
     # Four micro-batches of two ranks cross each uplink once.
     assert one.border_bytes == 4 * 2 * workload.tokens_per_rank * workload.row_bytes
     # Half of the layers, with all experts of these shared out over two ranks that no other ranks hold.
@@ -89,4 +95,4 @@ def test_bytes_and_memory_of_a_pipeline():
     assert three.memory.activation_bytes - two.memory.activation_bytes == pytest.approx(stored)
     assert one.step_s >= whole.step_s
     fewer = dataclasses.replace(workload, micro_steps=1)
-    assert next(pipelines(cluster, inside, fewer, rates, whole)).border_bytes == one.border_bytes / 2
+    assert next(pipelines(cluster, inside, fewer, rates, whole=whole)).border_bytes == one.border_bytes / 2

@@ -13,10 +13,11 @@ from ds_hybridep.commands.question import add_arguments, read_question
 from ds_hybridep.config import parse_config
 from ds_hybridep.errors import PlanError
 from ds_hybridep.geometry.cluster import Cluster, Level, LinkSpeed
+from ds_hybridep.plan.answer import TIE
 from ds_hybridep.plan.model_sizes import model_from_mapping
 from ds_hybridep.plan.models import read_model_file
 from ds_hybridep.plan.plan import ExpertGroup, LevelCodecs
-from ds_hybridep.plan.planner import TIE, make_plan, price_all
+from ds_hybridep.plan.planner import make_plan, price_all
 from ds_hybridep.plan.question import Question, candidate_groups
 from ds_hybridep.plan.rates import IDENTITY, CodecCost, Rates
 from ds_hybridep.plan.summary import describe, ds_config_block
@@ -198,7 +199,7 @@ def test_a_plan_with_hot_experts_is_in_the_block_and_in_json():
     question = skewed(2.6)
     answer = make_plan(question)
     count = answer.best.plan.num_hot
-    levels = ds_config_block(question, answer)["hybridep"]["levels"]
+    levels = ds_config_block(answer)["hybridep"]["levels"]
     assert [level.get("hot_experts") for level in levels] == [None, count]
     parse_config({"levels": levels}, world_size=8)
     written = answer.to_json()
@@ -235,9 +236,9 @@ def test_data_parallel_over_the_slow_level_is_a_plan_with_codecs():
     # Patches and low rank: 16 bits become 16 / 47 and 16 / 25.
     assert unencoded["expert_sync"] / sent["expert_sync"] == pytest.approx(2 / (1 / 47 + 1 / 25), rel=0.02)
     assert exact.step_s > 10 * best.step_s
-    block = ds_config_block(question, answer)["hybridep"]
+    block = ds_config_block(answer)["hybridep"]
     assert [level.get("codecs") for level in block["levels"]] == ["recommended", None]
-    assert "data parallel across, exact" in describe(question, answer)
+    assert "data parallel across, exact" in describe(answer)
 
 
 def test_codecs_of_levels_that_nothing_crosses_are_not_tried():
@@ -380,7 +381,7 @@ def test_state_on_the_host_is_used_where_it_makes_room_and_where_the_host_has_it
     question = CASES["mixtral-2x8-recommended"]
     best = make_plan(question).best
     assert best.label == "[1,1] host state recommended|exact ep 8"
-    assert ds_config_block(question, make_plan(question))["hybridep"]["state"] == "host"
+    assert ds_config_block(make_plan(question))["hybridep"]["state"] == "host"
     without = make_plan(dataclasses.replace(question, host_memory_bytes=best.memory.host_bytes - 1e9))
     assert without.best.step_s > 5 * best.step_s
     lost = next(one for one in without.others if one.label == best.label)

@@ -91,7 +91,7 @@ def test_sites_that_are_faster_are_named_with_the_reason() -> None:
     question = question_of(zero_stage=2)
     answer = make_plan(question)
     assert answer.better_as_sites is not None
-    assert "One job for each dc is faster: sites, H = 1, " in describe(question, answer)
+    assert "One job for each dc is faster: sites, H = 1, " in describe(answer)
     assert "a job in each dc, EP over 4 inside" in answer.better_as_sites.note
 
 

@@ -160,12 +160,23 @@ def test_rows_are_those_of_the_routing_models(top_k):
     model = dataclasses.replace(TOY, num_experts=12, top_k=top_k)
     ranks = Ranks.of(cluster, plan)
     even = SimulatedRouting.of(ranks, routing_of(plan, toy(model=model)))
-    direct = expected_rows((2, 3), 12, top_k, 1, "direct")
+    direct = expected_rows((2, 3), 12, top_k, 1, exchange="direct")
     assert sum(direct) == pytest.approx(5 * even.chances[1][0])
-    assert even.chances[0] * 1 == pytest.approx(expected_rows((2, 3), 12, top_k, 1, "hierarchical")[0])
+    assert even.chances[0] * 1 == pytest.approx(expected_rows((2, 3), 12, top_k, 1, exchange="hierarchical")[0])
     assert even.pairs == pytest.approx(top_k * 2 / 12)
     load = tuple(1.0 / (1 + expert) for expert in range(12))
-    uneven = SimulatedRouting.of(ranks, planned.Routing(plan.spans, plan.domain_sizes, None, 0, 12, top_k, load))
+    uneven = SimulatedRouting.of(
+        ranks,
+        planned.Routing(
+            spans=plan.spans,
+            domain_sizes=plan.domain_sizes,
+            hot_level=None,
+            num_hot=0,
+            num_experts=12,
+            top_k=top_k,
+            weights=load,
+        ),
+    )
     for rank in range(6):
         experts = frozenset(range(2 * rank, 2 * rank + 2))
         assert uneven.chances[1][rank] == pytest.approx(chance_needed(load, experts, top_k), rel=1e-9)

@@ -30,7 +30,7 @@ def test_every_byte_is_simulated(pool4: ProcessPool, domain_sizes, exchange, che
     records = pool4.run(counted_in_one_step, case=case)
     plan = Plan(spans=(2, 2), domain_sizes=domain_sizes, codecs=(LevelCodecs(),) * 2, token_exchange=exchange)
     routed = sum(layer["rows_sent"] for record in records for layer in record["layers"])
-    expected = sum(expected_rows(plan.domain_counts, toy.num_experts, toy.k, TOKENS, exchange))
+    expected = sum(expected_rows(plan.domain_counts, toy.num_experts, toy.k, TOKENS, exchange=exchange))
     forwards = ACCUMULATION * (1 if checkpointing is None else 2)
     scale = routed / (expected * 4 * toy.num_layers * forwards)
     scenario = Scenario(

@@ -66,7 +66,7 @@ def test_no_link_carries_too_much_and_every_flow_has_a_full_link_on_which_none_g
     capacities, weights, paths, load = case
     entries = [(flow, link) for flow, path in enumerate(paths) for link in sorted(path)]
     flow, link = (np.array(column, dtype=np.int64) for column in zip(*entries, strict=True))
-    rates = fair_rates(np.array(capacities), np.array(weights), flow, link, np.full(len(flow), float(load)))
+    rates = fair_rates(np.array(capacities), np.array(weights), flow, link, load=np.full(len(flow), float(load)))
     used = np.bincount(link, load * rates[flow], len(capacities))
     assert (used <= np.array(capacities) * (1 + 1e-9)).all()
     for one, path in enumerate(paths):  # this is what max-min fair means
@@ -80,7 +80,7 @@ def test_no_link_carries_too_much_and_every_flow_has_a_full_link_on_which_none_g
 
 def test_a_flow_without_links_is_not_limited():
     nothing = np.zeros(0, dtype=np.int64)
-    assert fair_rates(np.array([5.0]), np.ones(1), nothing, nothing, np.zeros(0)) == math.inf
+    assert fair_rates(np.array([5.0]), np.ones(1), nothing, nothing, load=np.zeros(0)) == math.inf
 
 
 # ---- time ----
@@ -181,7 +181,15 @@ def test_an_all_to_all_and_an_all_gather_take_what_the_paper_says(num_gpus, is_r
         (case.token_bytes / num_gpus, all_to_all_s(case, 1.0)),
         (case.expert_bytes, all_gather_s(case, 0.0)),
     ):
-        traffic = maker.traffic_of(MessageStage(everyone, (num_bytes,), (0.0,), (num_bytes,), (0.0,)))
+        traffic = maker.traffic_of(
+            MessageStage(
+                peers=everyone,
+                fixed_bytes=(num_bytes,),
+                row_bytes=(0.0,),
+                uplink_bytes=(num_bytes,),
+                latencies_s=(0.0,),
+            )
+        )
         assert traffic.sent_bytes == (pytest.approx(num_gpus * (num_gpus - 1) * num_bytes),)
         program = [TimedPost(0), TimedWait(0, "tokens")]
         engine = Engine(capacities, classes.num_classes, program, [Operation("one", "tokens", traffic.flows)])
@@ -196,7 +204,15 @@ def test_a_ring_takes_the_bytes_of_its_slowest_edge_and_the_way_around(is_reduce
     capacities = np.full(maker.num_links, 1000.0)
     capacities[: maker.first_link[1]] = 10.0
     around_s = 2 * (3 * 0.5 + 2 * 0.01)  # two passes
-    traffic = maker.traffic_of(MessageStage(ring, (20.0,) * 2, (0.0,) * 2, (20.0,) * 2, (around_s,) * 2))
+    traffic = maker.traffic_of(
+        MessageStage(
+            peers=ring,
+            fixed_bytes=(20.0,) * 2,
+            row_bytes=(0.0,) * 2,
+            uplink_bytes=(20.0,) * 2,
+            latencies_s=(around_s,) * 2,
+        )
+    )
     assert traffic.sent_bytes == (60.0, 60.0)  # three edges between DCs, three inside
     program = [TimedPost(0), TimedWait(0, "sync")]
     outcome = Engine(capacities, classes.num_classes, program, [Operation("ring", "sync", traffic.flows)]).run()

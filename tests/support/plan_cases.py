@@ -42,11 +42,15 @@ def cases(draw):
     is_padded = draw(st.booleans())
     ours = tuple(draw(st.sampled_from(divisors(span))) for span in spans)
     sized = CodecCost("int4", encode_bytes_per_s=2e9, packets=BlockwiseSizes(4, 128))
-    codec = st.sampled_from([IDENTITY, CodecCost("small", 20.0, 1e9, 5e8), sized])
+    codec = st.sampled_from(
+        [IDENTITY, CodecCost("small", 20.0, encode_bytes_per_s=1e9, decode_bytes_per_s=5e8), sized]
+    )
     plan = Plan(
         spans=spans,
         domain_sizes=(1,) * len(spans) if is_padded else ours,
-        codecs=tuple(LevelCodecs(*(draw(codec) for _ in range(4))) for _ in spans),
+        codecs=tuple(
+            LevelCodecs(*(draw(codec) for _ in range(2)), token=draw(codec), dense_weight=draw(codec)) for _ in spans
+        ),
         prefetch_depth=draw(st.integers(0, 4)),
         token_exchange="deepspeed" if is_padded else draw(st.sampled_from(["direct", "hierarchical"])),
     )
