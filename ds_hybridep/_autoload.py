@@ -135,7 +135,8 @@ def _join(name: str, original: "Any", engine: "Any", *args: "Any", **kwargs: "An
         return original(engine, *args, **kwargs)
     from ds_hybridep.deepspeed import start
 
-    return getattr(start, name.lstrip("_"))(original, engine, *args, **kwargs)
+    replacement = start.configure_distributed_model if name == _METHODS[0] else start.configure_expert_parallel
+    return replacement(original, engine, *args, **kwargs)
 
 
 def _with_marks(original: "Any", model_state: "Any") -> "Any":
@@ -237,19 +238,23 @@ def _warn_of_misspelling(engine: "Any") -> None:
 
 def _start(original: "Any", engine: "Any", *args: "Any", **kwargs: "Any") -> None:
     """Replaces `__init__`: if it fails after the engine has joined, undo that."""
-
-    def tell(name: str) -> None:
-        if "_hybridep_attachment" in vars(engine):
-            from ds_hybridep.deepspeed import start
-
-            getattr(start, name)(engine)
-
     try:
         original(engine, *args, **kwargs)
-        tell("finish_start")
+        if (start := _start_of(engine)) is not None:
+            start.finish_start(engine)
     except BaseException:
-        tell("undo_start")
+        if (start := _start_of(engine)) is not None:
+            start.undo_start(engine)
         raise
+
+
+def _start_of(engine: "Any") -> "Any":
+    """Return the module that made the engine join, None if it did not."""
+    if "_hybridep_attachment" not in vars(engine):
+        return None
+    from ds_hybridep.deepspeed import start
+
+    return start
 
 
 def _refuse(reason: Exception, original: "Any", *args: "Any", **kwargs: "Any") -> None:

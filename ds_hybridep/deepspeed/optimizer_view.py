@@ -3,7 +3,7 @@
 
     class         DeepSpeed's optimizer                   averaged gradients, before a step      weights it changes
     WholeView     torch's, FP16_Optimizer (ZeRO 0)        `.grad`, whole on every rank           whole
-    Bf16View      BF16_Optimizer                          flat buffers, whole on every rank      own partition, fp32
+    Bf16View      BF16_Optimizer (ZeRO 1, fp32 sums)      flat buffers, whole on every rank      own partition, fp32
     Zero12View    DeepSpeedZeroOptimizer (ZeRO 1, 2)      slices of the own partition            own partition, fp32
     Zero3View     DeepSpeedZeroOptimizer_Stage3           own part of each parameter             own parts, fp32
 

@@ -38,7 +38,7 @@ def test_public_names_are_found_and_others_are_not():
 
     for name in ds_hybridep.__all__:
         assert getattr(ds_hybridep, name) is not None
-        assert name in dir(ds_hybridep)
+    assert dir(ds_hybridep) == sorted(ds_hybridep.__all__)
     with pytest.raises(AttributeError, match="'attatch'.*public names are .*attach"):
         ds_hybridep.attatch  # noqa: B018
 
