@@ -4,6 +4,7 @@
 import json
 import math
 import re
+import runpy
 import shlex
 from pathlib import Path
 
@@ -135,6 +136,12 @@ def test_the_page_about_the_architecture_is_short_and_its_files_exist() -> None:
     assert len(text.split()) <= 600
     for name in re.findall(r"`([\w/]+/(?:\w+\.py)?)`", text):
         assert any((folder / name).exists() for folder in (REPOSITORY, REPOSITORY / "ds_hybridep")), name
+
+
+def test_the_drawings_are_what_their_program_draws() -> None:
+    drawings = runpy.run_path(str(REPOSITORY / ".ci" / "drawings.py"))["DRAWINGS"]
+    for name, draw in drawings.items():
+        assert (REPOSITORY / "docs" / "images" / name).read_text() == draw(), "run python .ci/drawings.py"
 
 
 def test_messages_that_the_page_about_troubles_quotes_are_in_the_sources() -> None:
