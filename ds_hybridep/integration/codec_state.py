@@ -8,11 +8,12 @@ start again from the weights, and residuals wait for the next gradients (`sync.u
 import json
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ds_hybridep.config import HybridEPConfig
 from ds_hybridep.errors import AgreementError
@@ -137,6 +138,19 @@ class CodecCheckpoint:
         if missing:
             raise AgreementError(f"{what} of ranks {missing} are missing, and they are of another plan: {REMEDY}")
         return saved if is_same else None
+
+    def owed(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield the gradients that this rank has kept back so far, each with a name."""
+        memories = {one.layer: one.feedback.gradients for one in self.replicas if one.feedback is not None}
+        for name, sync in self._groups.items():
+            kept = sync.memory
+            memories |= {f"{name} sums": kept.sums, f"{name} results": kept.results, f"{name} rounded": kept.rounded}
+        for name, memory in memories.items():
+            memory.home.wait()
+            for (level, piece), kept_of in memory.sent.items():
+                yield f"{name} {level} {piece}", kept_of.residual
+        for one in self.waiting.records():
+            yield f"{one.name} {one.start}", one.values
 
     # -- another plan, other weights --------------------------------------------------------------------------------
 

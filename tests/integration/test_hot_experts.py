@@ -222,6 +222,7 @@ def test_a_resumed_run_is_equal_in_every_bit(pool4: ProcessPool, tmp_path: Path,
         assert found["is_loaded"]
         assert found["losses"][0] == found["losses"][1]
         assert found["different"] == []
+        assert found["is_equal"]
 
 
 @pytest.mark.parametrize("domain_size", [1, 2])

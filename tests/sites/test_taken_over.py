@@ -101,3 +101,24 @@ def test_nothing_is_left_of_a_run_whose_optimizer_state_was_not_loaded() -> None
     state = site._local.state_dict()
     assert all(not momentum.any() for fragment in state["momentum"] for momentum in fragment)
     assert all(bool((common == 2.0).all()) for fragment in state["common"] for common in fragment)
+
+
+def test_an_exchange_that_does_not_count_leaves_no_residual() -> None:
+    """Its packets were encoded, and are encoded again in the exchange that repeats it."""
+    sent, residuals = [], []
+    for fails in (False, True):
+        site = TakesOver(fails)
+        site.scale = 2.0  # that of the state, too
+        site._packets = Packets("a", make_codec(BlockwiseConfig(type="int2")), None, torch.float32, HOME)
+        for step in range(2):
+            gradient = torch.linspace(-1.0, 1.0 + step, 64).view(8, 8)
+            one = OwnedSlice((whole("w", gradient.shape),), (gradient,), False)
+            site.fails = fails and step == 1
+            site._average(lambda one=one: [one], lambda site=site: site.scale)
+            site.after_step(was_applied=True)
+        sent.append(site.sent)
+        residuals += [kept["residual"] for kept in site._packets.state_dict()["dense"]["sent"]]
+    assert torch.equal(sent[0], sent[1])
+    assert len(residuals) == 2
+    assert torch.equal(residuals[0], residuals[1])
+    assert residuals[0].any()
