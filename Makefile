@@ -19,13 +19,14 @@ BIN = $(abspath $(VENV))/bin
 export TORCH_EXTENSIONS_DIR = $(CURDIR)/.cache/torch_extensions
 export PATH := $(BIN):$(PATH)
 
-.PHONY: help demo gpu test test-repeat test-gpu test-slow test-clients test-versions check fmt bench reference release clean
+.PHONY: help demo gpu test test-repeat test-faults test-gpu test-slow test-clients test-versions check fmt bench reference release clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make demo       train a small model over an emulated slow link in three ways, SITES=1: in four"
 	@echo "make test       the tests that need no GPU and little time"
 	@echo "make test-repeat  the same N times beside LOAD busy processes; time, CPU-minutes and result of each run"
+	@echo "make test-faults  plants faults in a copy, one at a time, and says which test notices; FAULT=NAME: one"
 	@echo "make test-gpu   those that need a GPU"
 	@echo "make gpu        all to run first on a machine with GPUs, and one page to send back; PRETEND=1: on CPUs"
 	@echo "make test-slow  those that take long, and random tests with new seeds"
@@ -61,6 +62,9 @@ test: $(INSTALLED)
 
 test-repeat: $(INSTALLED)
 	@$(BIN)/python .ci/repeat.py --runs $(or $(N),10) --load $(or $(LOAD),0)
+
+test-faults: $(INSTALLED)
+	@$(BIN)/python .ci/planted_faults.py $(if $(FAULT),"$(FAULT)")
 
 test-gpu: $(INSTALLED)
 	$(BIN)/python -m pytest -m gpu --timeout 1200

@@ -11,6 +11,7 @@ from torch import nn
 from ds_hybridep.config import HybridEPConfig
 from ds_hybridep.deepspeed import supported
 from ds_hybridep.deepspeed.attachment import attachment_of, the_one_of_a_site
+from ds_hybridep.deepspeed.checksums import checksums_of
 from ds_hybridep.deepspeed.start import checked_config
 from ds_hybridep.errors import ConfigError
 from ds_hybridep.runtime.log import log_dist
@@ -54,6 +55,9 @@ def stats(engine: nn.Module) -> dict[str, Any]:
             "synchronised"   what codecs do, by name, for dense parameters and for experts that several groups hold
             "replica_bytes"  bytes held now on the device for replicas, their gradients and their codecs
             "host_bytes"     bytes held now in host memory for the same, if "state" is "host"
+            "checksums"      of the bits of this rank's "weights", and of the gradients "owed", which it has kept back
+                             so far (residuals, and what waits for the next gradients; zeros if nothing); runs that are
+                             equal in every bit have equal ones
             "job"            counters of all ranks as of the last report, as in `report_file`; None before the first
                              report and on ranks other than 0
             "planning"       the plan, as in `report_file`, if the job is planned while it runs; else None
@@ -74,6 +78,7 @@ def stats(engine: nn.Module) -> dict[str, Any]:
         },
         "replica_bytes": runtime.migration.replica_bytes,
         "host_bytes": runtime.migration.host_bytes,
+        "checksums": checksums_of(engine, runtime),
         "job": attachment.last_report,
         "planning": None if planner is None else planner.record(runtime),
         "sites": None if attachment.sites is None else attachment.sites.report(),

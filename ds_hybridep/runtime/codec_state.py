@@ -8,11 +8,12 @@ start again from the weights, and residuals wait for the next gradients (`sync.u
 import json
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ds_hybridep.config import HybridEPConfig
 from ds_hybridep.errors import AgreementError
@@ -141,6 +142,18 @@ class CodecCheckpoint:
         if missing:
             raise AgreementError(f"{what} of ranks {missing} are missing, and they are of another plan: {REMEDY}")
         return saved if is_same else None
+
+    def owed(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield the gradients that this rank has kept back so far, each with a name."""
+        memories = {one.layer: one.codecs.gradients for one in self.replicas if one.codecs is not None}
+        for name, sync in self._groups.items():
+            kept = sync.memory
+            memories |= {f"{name} sums": kept.sums, f"{name} results": kept.results, f"{name} rounded": kept.rounded}
+        for name, gradients in memories.items():
+            for level, span, residual in gradients.undelivered():
+                yield f"{name} {level} {span.name} {span.start}", residual
+        for one in self.waiting.records():
+            yield f"{one.name} {one.start}", one.values
 
     # -- another plan, other weights --------------------------------------------------------------------------------
 

@@ -416,7 +416,7 @@ CYCLE["levels"].append(CYCLE)
 LONG = "x" * 10_000
 HUGE = {  # by name, since some cannot be shown when a test fails
     "a long string": LONG,
-    "a long list": [0] * 100_000,
+    "a long list": [0] * 10_000,
     "an endless dictionary": CYCLE,
     "an endless list": [CYCLE],
     "500 lists in each other": _nested(500),

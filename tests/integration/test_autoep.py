@@ -128,6 +128,7 @@ def test_checkpoints(pool4: ProcessPool, tmp_path: Path, zero_stage: int) -> Non
         assert result["is_loaded"]
         assert resumed == straight
         assert result["different"] == []
+        assert result["is_equal"]
     for losses in pool4.run(resume_across, case=case, folder=str(tmp_path / "across")):
         for losses_found in losses.values():
             assert losses_found == pytest.approx(losses[False, False], rel=FP32_TOLERANCE, abs=0.0)

@@ -9,6 +9,7 @@ from importlib.metadata import entry_points
 from pathlib import Path
 
 import pytest
+from marks import slow
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
@@ -295,7 +296,7 @@ print(os.path.exists(lock))
 
 @pytest.mark.parametrize(
     ("is_held", "has_deepspeed", "says"),
-    [(False, True, True), (True, True, False), (False, False, False)],
+    [(False, True, True), slow(True, True, False), slow(False, False, False)],
     ids=["interrupted", "under way", "without deepspeed"],
 )
 def test_a_start_that_waits_for_an_interrupted_build_says_so(tmp_path, is_held, has_deepspeed, says):

@@ -121,6 +121,7 @@ def test_resume_is_bit_equal(
         straight, resumed = result["losses"]
         assert resumed == straight, rank
         assert result["different"] == [], rank
+        assert result["is_equal"], rank
 
 
 @pytest.mark.slow

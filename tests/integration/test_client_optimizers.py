@@ -9,6 +9,7 @@ import pytest
 import starts
 import torch
 from autoep_cases import case4
+from marks import slow
 from parity import Case
 from process_pool import ProcessPool
 from starts import Start, assert_same
@@ -37,7 +38,7 @@ def adamw(model: nn.Module) -> tuple[Any, Any]:
     return optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, [lambda step: 0.5**step, lambda step: 1 + step])
 
 
-@pytest.mark.parametrize("zero_stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("zero_stage", [slow(0), slow(1), 2, 3])
 def test_groups_of_the_script_with_rates_and_a_schedule_train_as_without_expert_parallelism(
     pool4: ProcessPool, zero_stage: int
 ) -> None:
@@ -79,7 +80,7 @@ def adamw_of_one_schedule(model: nn.Module) -> tuple[Any, Any]:
     return optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
 
 
-@pytest.mark.parametrize("zero_stage", [1, 3])
+@pytest.mark.parametrize("zero_stage", [1, slow(3)])
 def test_a_resume_goes_on_with_the_scripts_schedule(pool4: ProcessPool, tmp_path: Path, zero_stage: int) -> None:
     case, start = case4("qwen3_moe", 2, 1, zero_stage=zero_stage), Start(optimizer=adamw_of_one_schedule)
     for found in pool4.run(resume, case=case, start=start, folder=str(tmp_path), timeout_s=120.0):

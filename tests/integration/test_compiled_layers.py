@@ -10,7 +10,6 @@ from marks import slow
 from parity import Case
 from process_pool import ProcessPool
 from torch import nn
-from torch._dynamo.utils import counters
 from training import close_to, initialize, new_model, train, world2
 
 pytestmark = pytest.mark.dist
@@ -45,6 +44,8 @@ def compile_layers(model: Any, what: str, backend: str) -> nn.Module:
 
 def train_compiled(case: Case, what: str, backend: str) -> tuple[list[float], list[float], int]:
     """Losses of a plain model that is not compiled, and of one with the block that is; frames that Dynamo saw."""
+    from torch._dynamo.utils import counters  # imports for three seconds
+
     losses = []
     torch._dynamo.reset()
     counters.clear()

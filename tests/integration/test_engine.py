@@ -394,7 +394,7 @@ def test_stats(pool4: ProcessPool) -> None:
     for rank, found in enumerate(pool4.run(stats_after_two_steps, case=case)):
         fresh, trained = found["fresh"], found["trained"]
         keys = {"rank", "steps", "levels", "exposed_s", "layers", "synchronised", "job", "planning"}
-        keys |= {"replica_bytes", "host_bytes", "link", "sites"}
+        keys |= {"replica_bytes", "host_bytes", "checksums", "link", "sites"}
         assert set(trained) == keys
         assert trained["synchronised"] == {}  # DeepSpeed does it
         # A slot of another rank in two layers: fp32 weights.  The own one has memory only while it is sent.

@@ -210,6 +210,7 @@ def test_models_of_autoep(pool4: ProcessPool, zero_stage: int, sizes: tuple[int,
     assert_parity_and_changes(pool4, [case])
 
 
+@pytest.mark.slow  # test_hot_codecs.py has hot experts in bf16
 def test_16_bits(pool4: ProcessPool) -> None:
     assert_parity_and_changes(pool4, [hot4(1, 1, dtype="bf16", zero_stage=1)])
 
@@ -221,6 +222,7 @@ def test_a_resumed_run_is_equal_in_every_bit(pool4: ProcessPool, tmp_path: Path,
         assert found["is_loaded"]
         assert found["losses"][0] == found["losses"][1]
         assert found["different"] == []
+        assert found["is_equal"]
 
 
 @pytest.mark.parametrize("domain_size", [1, 2])

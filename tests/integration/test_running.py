@@ -28,6 +28,7 @@ from training import (
     initialize,
     new_model,
     train,
+    world2,
     world4,
 )
 
@@ -222,7 +223,7 @@ def test_a_first_evaluation_in_inference_mode_changes_nothing(pool4: ProcessPool
 @pytest.mark.parametrize(
     ("case", "include", "options"),
     [
-        (world4(2, 2, zero_stage=1), None, {"pin_memory": False}),
+        slow(world4(2, 2, zero_stage=1), None, {"pin_memory": False}),
         (world4(2, 2, zero_stage=2, dtype="bf16"), None, {"non_blocking": True}),
         slow(world4(2, 2, zero_stage=1), ["optim_states", "hp_params"], {}),
         pytest.param(
@@ -264,7 +265,7 @@ def test_layer_drop_with_accumulation_works_as_the_message_says(pool4: ProcessPo
 @pytest.mark.parametrize(
     ("how", "case"),
     [
-        ("engine.compile()", world4(2, 2, zero_stage=1)),
+        slow("engine.compile()", world4(2, 2, zero_stage=1)),
         ("save_on_cpu", world4(2, 2, zero_stage=1)),
         ("two forwards", world4(2, 2, zero_stage=1, accumulation=2)),
         slow("two forwards", world4(2, 2, zero_stage=2, accumulation=2)),
@@ -273,6 +274,11 @@ def test_layer_drop_with_accumulation_works_as_the_message_says(pool4: ProcessPo
 )
 def test_a_script_trains_as_with_deepspeed_alone(pool4: ProcessPool, how: str, case: Case) -> None:
     for found in pool4.run(losses_with_and_without, case=case, how=how):
+        assert found[True] == close_to(found[False])
+
+
+def test_a_compiled_engine_trains_as_with_deepspeed_alone(pool2: ProcessPool) -> None:
+    for found in pool2.run(losses_with_and_without, case=world2(zero_stage=1), how="engine.compile()"):
         assert found[True] == close_to(found[False])
 
 

@@ -38,6 +38,7 @@ def said_by_rank_0(folder: Path, config: dict[str, Any], *arguments: str) -> str
     return said
 
 
+@pytest.mark.slow  # test_statistics.py compares the page, test_launchers.py starts the launchers
 def test_the_line_that_getting_started_tells_to_look_for_is_on_the_screen(tmp_path: Path) -> None:
     config, train = tmp_path / "ds_config.json", tmp_path / "train.py"
     config.write_text(json.dumps(ds_config()))

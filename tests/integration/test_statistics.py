@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a job record says in the log and to DeepSpeed's monitor."""
 
+import re
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -85,3 +87,14 @@ def test_the_line_of_a_plan_says_where_a_token_codec_has_no_effect() -> None:
     start = "hybridep: 1 MoE layers, domain sizes dc {}, gpu 1, tokens direct, reference kernels, no replicas"
     assert said[0] == start.format(1) + ", dispatched tokens fp8 over dc"
     assert said[1] == start.format(2) + ", dispatched tokens fp8 over dc (no effect: no tokens of ours cross it)"
+
+
+def test_getting_started_shows_the_line_of_a_plan() -> None:
+    page = (Path(__file__).resolve().parents[2] / "docs" / "getting-started.md").read_text(encoding="utf-8")
+    (shown,) = re.findall(r"^\[Rank 0\] (hybridep: .*)$", page, re.MULTILINE)
+    levels = [{"name": "dc", "size": 2, "domain_size": 2}, {"name": "gpu", "size": 2}]
+    config = parse_config({"levels": levels}, world_size=4)
+    spec: Any = SimpleNamespace(sample=torch.ones(1))
+    layer = PlannedLayer(spec, Partition.build(config.cluster(), range(4), config.domain_sizes), "direct")
+    line = describe([layer] * 4, config, (), "compiled", "no replicas")
+    assert line.startswith(shown.removesuffix("..."))

@@ -11,6 +11,7 @@ import torch
 from adapted_engines import BOTH
 from autoep_cases import case4
 from deepspeed import comm as dist
+from marks import slow
 from parity import Case, model_of
 from process_pool import ProcessPool
 from starts import Start, assert_same
@@ -103,7 +104,7 @@ def is_frozen(name: str) -> bool:
 
 
 @pytest.mark.parametrize(
-    ("make", "zero_stage"), [(with_value_head, 1), (reward, 3)], ids=["value head, zero 1", "backbone, zero 3"]
+    ("make", "zero_stage"), [slow(with_value_head, 1), (reward, 3)], ids=["value head, zero 1", "backbone, zero 3"]
 )
 def test_a_model_inside_another_module_trains_as_without_expert_parallelism(
     pool4: ProcessPool, make: Any, zero_stage: int
@@ -113,7 +114,7 @@ def test_a_model_inside_another_module_trains_as_without_expert_parallelism(
     assert_same(pool4.run(starts.compare, case=case, start=start, timeout_s=120.0))
 
 
-@pytest.mark.parametrize("zero_stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("zero_stage", [slow(0), 1, slow(2), 3])
 def test_lora_of_attention_starts_without_a_pattern_and_freezes_experts(pool4: ProcessPool, zero_stage: int) -> None:
     case = case4("qwen3_moe", 2, 1, zero_stage=zero_stage)
     for start in (Start(model=lora), Start(model=policy_with_lora, loss=loss_of_module, optimizer=adamw)):
@@ -145,7 +146,9 @@ def save_and_go_on(case: Case, start: Start, folder: str) -> dict[str, Any]:
     return {"losses": losses, "resumed": resumed, "universal": universal}
 
 
-@pytest.mark.parametrize("make", [with_value_head, lora_in_value_head], ids=["value head", "with adapters of experts"])
+@pytest.mark.parametrize(
+    "make", [slow(with_value_head), lora_in_value_head], ids=["value head", "with adapters of experts"]
+)
 def test_checkpoints_of_a_model_inside_another_module_are_read_and_exported(
     pool4: ProcessPool, tmp_path: Path, make: Any
 ) -> None:

@@ -37,6 +37,7 @@ def traffic(links):
                     got = link.channel("x", (0, 1)).receive(1 - rank, max_bytes=100_000).wait(LIMIT_S)
                     assert got == content(turn, 1 - rank, num_bytes=100_000)
                 turn += 1
+                stop.wait(0.02)  # no more than it takes to notice a connection that was lost
         except Exception as error:  # noqa: BLE001 (shown by the main thread)
             failures.append(error)
 

@@ -121,3 +121,25 @@ def test_nothing_is_left_of_a_run_whose_optimizer_state_was_not_loaded() -> None
     state = site.local.state_dict()
     assert all(not momentum.any() for fragment in state["momentum"] for momentum in fragment)
     assert all(bool((common == 2.0).all()) for fragment in state["common"] for common in fragment)
+
+
+def test_an_exchange_that_does_not_count_leaves_no_residual() -> None:
+    """Its packets were encoded, and are encoded again in the exchange that repeats it."""
+    sent, residuals = [], []
+    for fails in (False, True):
+        state = State()
+        state.view.loss_scale = 2.0  # that of the state of site b, too
+        site = site_a(state, codec=make_codec(BlockwiseConfig(type="int2")))
+        for step in range(2):
+            gradient = torch.linspace(-1.0, 1.0 + step, 64).view(8, 8)
+            leaves = [OwnedSlice((whole("w", gradient.shape),), (gradient,), False)]
+            state.view.slices = lambda leaves=leaves: (leaves, lambda: None)
+            site.epochs.fails = fails and step == 1
+            site.exchange()
+            site.after_step(was_applied=True)
+        sent.append(site.epochs.sent)
+        residuals += [kept["residual"] for kept in site.packets.state_dict()["dense"]["sent"]]
+    assert torch.equal(sent[0], sent[1])
+    assert len(residuals) == 2
+    assert torch.equal(residuals[0], residuals[1])
+    assert residuals[0].any()

@@ -7,6 +7,8 @@ import torch
 from parity import Case, merged, whole_parameters
 from training import engine_of, evaluate, train
 
+import ds_hybridep
+
 STEPS_BEFORE, STEPS_AFTER = 2, 2
 
 
@@ -23,13 +25,16 @@ def resume_in_a_fresh_engine(case: Case, folder: str) -> dict[str, Any]:
         engine.save_checkpoint(folder)
         straight_losses = train(engine, case, STEPS_BEFORE, STEPS_AFTER)
         straight = whole_parameters(engine.module)
+        checksums = ds_hybridep.stats(engine)["checksums"]
     with checked_engine(case, with_block=True, seed=2) as engine:
         path, _ = engine.load_checkpoint(folder)
         resumed_losses = train(engine, case, STEPS_BEFORE, STEPS_AFTER)
         resumed = whole_parameters(engine.module)
+        is_equal = ds_hybridep.stats(engine)["checksums"] == checksums
     return {
         "is_loaded": path is not None,
         "losses": (straight_losses, resumed_losses),
+        "is_equal": is_equal,  # weights, and gradients that were kept back
         "different": [name for name, value in straight.items() if not torch.equal(value, resumed[name])],
     }
 

@@ -8,6 +8,7 @@ test process knows what each rank should hold without asking any of them. Tensor
 import itertools
 import math
 import random
+import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -341,8 +342,18 @@ def token_bytes(
 # -- in the workers ---------------------------------------------------------------------------------------------
 
 
-def build_case(case: MoeCase, rank: int, is_boundary: Callable[[], bool] = lambda: True, **options: Any) -> Any:
-    """The runtime of `case` on this rank, and its experts by layer.  All ranks must call."""
+def build_case(
+    case: MoeCase,
+    rank: int,
+    is_boundary: Callable[[], bool] = lambda: True,
+    *,
+    wait_s: float | None = None,
+    **options: Any,
+) -> Any:
+    """The runtime of `case` on this rank, and its experts by layer.  All ranks must call.
+
+    wait_s: the longest wait for a message, if not that of the settings, which also limits the start.
+    """
     from ds_hybridep.config import parse_config
     from ds_hybridep.experts.layer_spec import LayerSpec
     from ds_hybridep.runtime import runtime
@@ -370,16 +381,37 @@ def build_case(case: MoeCase, rank: int, is_boundary: Callable[[], bool] = lambd
         for layer, experts in enumerate(owned)
     ]
     config = parse_config(case.block(**options), world_size=case.world_size)
-    with mock.patch.object(runtime, "longest_wait_s", float):  # else it would be torch's
+    # Else it would be torch's.
+    with mock.patch.object(runtime, "longest_wait_s", lambda timeout_s: float(wait_s or timeout_s)):
         return runtime.prepare_runtime(config, Facts(tuple(specs), is_boundary))(), owned
 
 
 def open_transport(cluster: Any, timeout_s: float) -> Any:
-    """A transport of its own, after a start-up that all ranks of the pool must join."""
+    """A transport of its own, after a start-up that all ranks of the pool must join.
+
+    timeout_s: the longest wait for a message.  Connecting has a limit of its own, which a busy machine keeps.
+    """
     from ds_hybridep.transport.agreement import agree
     from ds_hybridep.transport.channels import Transport
+    from ds_hybridep.transport.job_link import LinkSettings
 
-    return Transport(cluster, timeout_s, agree({}, 60.0))
+    return Transport(cluster, timeout_s, agree({}, 60.0), link=LinkSettings(max(timeout_s, 100.0)))
+
+
+def come_after(first: int) -> None:
+    """Return on rank `first`; on the other ranks, once it has begun its next start-up.  All ranks must call.
+
+    A rank that comes before that to a start-up which the others have given up is told that it is late.
+    """
+    from torch import distributed as dist
+
+    from ds_hybridep.transport.job import job_store
+
+    dist.barrier()
+    num_startups = job_store().add(f"startups/{first}", 0)  # a private key: nothing else tells where a rank waits
+    dist.barrier()
+    while dist.get_rank() != first and job_store().add(f"startups/{first}", 0) == num_startups:
+        time.sleep(0.01)
 
 
 def forward_case(case: MoeCase, rank: int, runtime: Any) -> tuple[Tensor, Tensor, list[Tensor]]:

@@ -16,6 +16,7 @@ from parity import FP32_TOLERANCE, Case, levels_of, loss_of, merged, model_of, u
 from torch import nn
 from toy_model import ToyConfig, batch
 
+import ds_hybridep
 from ds_hybridep.errors import HybridEPError
 
 THREAD_LIMIT_S = 100.0
@@ -134,6 +135,14 @@ def replicas_of(engine: Engine) -> list[Any]:
 
 def residuals_of(engine: Engine) -> list[torch.Tensor]:
     return [residual.clone() for one in replicas_of(engine) for residual in one.codecs.gradients.residuals]
+
+
+def owed(engine: Engine) -> str:
+    """A checksum of the gradients that this rank has kept back so far."""
+    return str(ds_hybridep.stats(engine)["checksums"]["owed"])
+
+
+NOTHING_OWED = "0" * 32
 
 
 def initialize(case: Case, model: nn.Module, *, with_block: bool, **config: Any) -> Engine:

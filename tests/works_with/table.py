@@ -82,12 +82,10 @@ class Row:
         return found
 
 
-# One of each kind; a minute or two of CPU time together.
+# One of each kind; less than a minute of CPU time together.
 QUICK = {
     "trainer_without_optimizer",
-    "two_trainers",
     "sft",
-    "dpo_precomputed",
     "grpo_of_unequal_lengths",
     "lora_router",
     "accelerator_save_model",
