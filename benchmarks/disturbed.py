@@ -215,7 +215,9 @@ class Ranks:
                 if ctypes.CDLL(None, use_errno=True).setns(namespace.fileno(), CLONE_NEWNET):
                     raise OSError(ctypes.get_errno(), "setns")
             address = network.topology.address_of(0)
-            os.environ.update(rank_environment(rank, network.topology.num_ranks, address, HOST_DEVICE, MASTER_PORT))
+            os.environ.update(
+                rank_environment(rank, network.topology.num_ranks, address, HOST_DEVICE, port=MASTER_PORT)
+            )
             status = run_as_script(orders)
         finally:
             sys.stdout.flush()

@@ -164,7 +164,7 @@ def run_pair(args: argparse.Namespace, folder: Path, settings: Record) -> list[R
         for index, name in enumerate(NAMES):
             place = (0, 1) if is_split else (index, 2)
             own_port = free_port() if is_split else port
-            environment = rank_environment(*place, "127.0.0.1", "lo", own_port) | {JOB_FOLDER: str(folder)}
+            environment = rank_environment(*place, "127.0.0.1", "lo", port=own_port) | {JOB_FOLDER: str(folder)}
             path = os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH")]))
             environment |= {"HYBRIDEP_SITE": name, "PYTHONPATH": path, "SITE_INDEX": str(index)}
             ranks.append(start(name, ["-m", "benchmarks", *sys.argv[1:]], environment))

@@ -206,7 +206,7 @@ class Sites:
         more, port = {JOB_FOLDER: str(folder), "HYBRIDEP_SITE": name, "PYTHONPATH": paths}, self._ports[name]
         self.lives.append(life)
         for index in range(args.ranks):
-            environment = {**os.environ, **rank_environment(index, args.ranks, "127.0.0.1", "lo", port), **more}
+            environment = {**os.environ, **rank_environment(index, args.ranks, "127.0.0.1", "lo", port=port), **more}
             with (folder / f"log-{life.number}-{index}").open("wb") as log:
                 line = [sys.executable, "-m", "benchmarks", *sys.argv[1:]]
                 life.processes.append(

@@ -172,7 +172,7 @@ class Lab:
         for rank, host in enumerate(hosts):
             master = self._network.topology.address_of(hosts[0])
             environment = {
-                **os.environ, **rank_environment(rank, len(hosts), master, HOST_DEVICE, port),
+                **os.environ, **rank_environment(rank, len(hosts), master, HOST_DEVICE, port=port),
                 JOB_FOLDER: str(folder), "HYBRIDEP_SITE": name[-1],
                 "PYTHONPATH": os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH")])),
             }  # fmt: skip

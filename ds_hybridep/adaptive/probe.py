@@ -51,7 +51,9 @@ class LinkProbe:
         self._place = self.cluster.place_of(transport.rank)
         exact = (None,) * len(transport.cluster.levels)
         ranks = range(transport.world_size)
-        self._group = GroupSync(transport, ranks, "probe", Encoding(exact, exact), Transaction(), CPU)
+        self._group = GroupSync(
+            transport, ranks, "probe", Encoding(exact, exact), transaction=Transaction(), device=CPU
+        )
         self._buffers: dict[str, Tensor] = {}
         for level, size in enumerate(self.cluster.sizes):
             if size > 1:  # connect now: nobody then waits for a connection to a rank that fails later

@@ -164,9 +164,9 @@ class Blockwise(Codec):
         return self.layout["bits"]
 
     def encode_payload(
-        self, x: Tensor, state: CodecState, payload: Tensor, is_bad: Tensor, sizes: Tensor | None
+        self, x: Tensor, state: CodecState, payload: Tensor, is_bad: Tensor, *, sizes: Tensor | None
     ) -> Tensor:
-        flags = self.encode_fused(Source.ENCODE, x, None, state, payload)
+        flags = self.encode_fused(Source.ENCODE, x, None, state, payload=payload)
         if flags is not None:
             return flags.bool()
         num_bytes = quantised_bytes(x.shape[1] * x.shape[2], **self.layout)
@@ -174,7 +174,7 @@ class Blockwise(Codec):
         return write_quantised(x.flatten(1), payload[:, :num_bytes], **self.layout)
 
     def encode_fused(
-        self, source: Source, a: Tensor, other: Tensor | None, state: CodecState, payload: Tensor
+        self, source: Source, a: Tensor, other: Tensor | None, state: CodecState, *, payload: Tensor
     ) -> Tensor | None:
         kernels = self.compiled(a.device)
         return None if kernels is None else kernels.blockwise_encode(source, a, other, payload, **self.layout)

@@ -104,7 +104,7 @@ class Codec(ABC):
         Advances `state` by one step.  A tensor with inf or nan keeps its part of the state and gives a flagged packet,
         which decodes to nan throughout.
         """
-        return self._encode(Source.ENCODE, x, None, state, out)
+        return self._encode(Source.ENCODE, x, None, state, out=out)
 
     def decode(self, packets: Tensor, out: Tensor) -> Tensor:
         """Assign what packets [n, packet_bytes] hold to out [n, rows, cols] fp32; returns it.
@@ -121,19 +121,19 @@ class Codec(ABC):
         self, weights: Tensor, mirror: Tensor, state: CodecState, *, out: Tensor | None = None
     ) -> Tensor:
         """Encode weights - mirror, and add the packets to the mirror as replicas do.  All [n, rows, cols] fp32."""
-        return self._encode(Source.UPDATE, weights, mirror, state, out)
+        return self._encode(Source.UPDATE, weights, mirror, state, out=out)
 
     def encode_with_residual(
         self, x: Tensor, residual: Tensor, state: CodecState, *, out: Tensor | None = None
     ) -> Tensor:
         """Encode x + residual; the residual becomes what packets leave out.  Tensors with inf or nan keep theirs."""
-        return self._encode(Source.RESIDUAL, x, residual, state, out)
+        return self._encode(Source.RESIDUAL, x, residual, state, out=out)
 
     # ---- what a subclass says ----
 
     @abstractmethod
     def encode_payload(
-        self, x: Tensor, state: CodecState, payload: Tensor, is_bad: Tensor, sizes: Tensor | None
+        self, x: Tensor, state: CodecState, payload: Tensor, is_bad: Tensor, *, sizes: Tensor | None
     ) -> Tensor:
         """Write finite x [n, rows, cols] to payload [n, payload_bytes], and update `state` except where is_bad [n].
 
@@ -147,7 +147,7 @@ class Codec(ABC):
         """Assign or add, with one rounding each, the values of payload [n, payload_bytes] to out [n, rows, cols]."""
 
     def encode_fused(
-        self, source: Source, a: Tensor, other: Tensor | None, state: CodecState, payload: Tensor
+        self, source: Source, a: Tensor, other: Tensor | None, state: CodecState, *, payload: Tensor
     ) -> Tensor | None:
         """Encode, and update `other` and `state`, in one call of a compiled kernel.
 
@@ -170,7 +170,7 @@ class Codec(ABC):
     # ---- one encoding ----
 
     def _encode(
-        self, source: Source, a: Tensor, other: Tensor | None, state: CodecState, out: Tensor | None
+        self, source: Source, a: Tensor, other: Tensor | None, state: CodecState, *, out: Tensor | None
     ) -> Tensor:
         """Encode what `source` makes of a and other [n, rows, cols], and update other."""
         n, rows, cols = _sizes_of("x", a)
@@ -181,14 +181,14 @@ class Codec(ABC):
         assert (packets.shape, packets.dtype) == ((n, layout.num_bytes), torch.uint8), "ask packet_bytes(rows, cols)"
         payload = packets[:, HEADER_BYTES:]
         if a.numel():
-            is_bad = codec.encode_fused(source, a, other, state, payload)
+            is_bad = codec.encode_fused(source, a, other, state, payload=payload)
         else:
             is_bad = a.new_zeros(n, dtype=torch.uint8)
         is_done = is_bad is not None
         if is_bad is None:
             x, is_bad = codec._prepare(source, a, other)
             sizes = a if source == Source.RESIDUAL else None
-            is_bad = is_bad | codec.encode_payload(x, state, payload, is_bad, sizes)
+            is_bad = is_bad | codec.encode_payload(x, state, payload, is_bad, sizes=sizes)
         codec._write_headers(packets, layout, state.step, is_bad)
         state.step += 1
         if is_done or other is None:

@@ -118,12 +118,21 @@ class LowRank(Codec):
         return {name: torch.zeros(shape, device=device) for name, shape in shapes.items()}
 
     def encode_fused(
-        self, source: Source, a: Tensor, other: Tensor | None, state: CodecState, payload: Tensor
+        self, source: Source, a: Tensor, other: Tensor | None, state: CodecState, *, payload: Tensor
     ) -> Tensor | None:
-        return self._encode_compiled(source, a, other, state, payload, a if source == Source.RESIDUAL else None)
+        return self._encode_compiled(
+            source, a, other, state, payload=payload, sizes=a if source == Source.RESIDUAL else None
+        )
 
     def _encode_compiled(
-        self, source: Source, a: Tensor, other: Tensor | None, state: CodecState, payload: Tensor, sizes: Tensor | None
+        self,
+        source: Source,
+        a: Tensor,
+        other: Tensor | None,
+        state: CodecState,
+        *,
+        payload: Tensor,
+        sizes: Tensor | None,
     ) -> Tensor | None:
         kernels = self.compiled(a.device)
         if kernels is None or self.rest is not None:
@@ -146,20 +155,20 @@ class LowRank(Codec):
         )
 
     def encode_payload(
-        self, x: Tensor, state: CodecState, payload: Tensor, is_bad: Tensor, sizes: Tensor | None
+        self, x: Tensor, state: CodecState, payload: Tensor, is_bad: Tensor, *, sizes: Tensor | None
     ) -> Tensor:
         """Encode; the columns of factors are rows here, [n, rank, rows or cols]."""
         if self.rest is not None:
             end = self.sizes.factors_bytes(x.shape[1], x.shape[2])
-            is_overflow = self.factors_alone.encode_payload(x, state, payload[:, :end], is_bad, sizes)
+            is_overflow = self.factors_alone.encode_payload(x, state, payload[:, :end], is_bad, sizes=sizes)
             value = torch.empty_like(x)
             self.factors_alone.decode_payload(payload[:, :end], value, is_add=False)
-            return is_overflow | self.rest.encode_payload(x - value, state, payload[:, end:], is_bad, None)
+            return is_overflow | self.rest.encode_payload(x - value, state, payload[:, end:], is_bad, sizes=None)
         mine = {name: state.tensors[name] for name in self.initial_tensors(0, x.shape[1], x.shape[2], x.device)}
         before = {name: tensor.clone() for name, tensor in mine.items()}
         if sizes is not None:
             sizes = torch.where(is_bad.view(-1, 1, 1), x, sizes)
-        flags = self._encode_compiled(Source.ENCODE, x, None, state, payload, sizes)
+        flags = self._encode_compiled(Source.ENCODE, x, None, state, payload=payload, sizes=sizes)
         is_overflow = self._encode_by_definition(x, state, payload, sizes) if flags is None else flags.bool()
         for name, tensor in mine.items():
             keep = (is_bad | is_overflow).view(-1, *[1] * (tensor.dim() - 1))

@@ -72,7 +72,9 @@ def decode(payload: Tensor, held: Tensor, *, mantissa_bits: int) -> tuple[str, i
     data, values = bytes(payload.tolist()), _bits(held)
     parts = _parts(values, SEGMENT)
     try:
-        for part, segment in zip(parts, _cut(data, 0, 4, len(parts), "its segments have other lengths"), strict=True):
+        for part, segment in zip(
+            parts, _cut(data, 0, 4, len(parts), damage="its segments have other lengths"), strict=True
+        ):
             decode_segment(segment, part, mantissa_bits)
     except _Damaged as damage:
         return str(damage), 0
@@ -109,7 +111,7 @@ def _parts(values: Tensor, size: int) -> list[Tensor]:
     return list(values.split(size)) if len(values) else []
 
 
-def _cut(data: bytes, at: int, width: int, count: int, damage: str) -> list[bytes]:
+def _cut(data: bytes, at: int, width: int, count: int, *, damage: str) -> list[bytes]:
     """Return `count` parts of data; their lengths stand before them at `at`, in `width` bytes each."""
     lengths = [int.from_bytes(data[at + width * idx : at + width * (idx + 1)], "little") for idx in range(count)]
     at += width * count
@@ -274,7 +276,7 @@ def decode_segment(data: bytes, values: Tensor, mantissa_bits: int) -> None:
         raise _Damaged("a segment is of an unknown kind")
     codes, at = read_codes(data)
     blocks = values.split(BLOCK)
-    for block, part in zip(blocks, _cut(data, at, 2, len(blocks), "blocks have other lengths"), strict=True):
+    for block, part in zip(blocks, _cut(data, at, 2, len(blocks), damage="blocks have other lengths"), strict=True):
         if len(part) == 2 * len(block):
             block.copy_(_from_raw(part))
         elif len(part) > 2 * len(block):

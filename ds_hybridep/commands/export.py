@@ -51,7 +51,7 @@ def run(args: argparse.Namespace) -> int:
 
         find_config = partial(_adapter_config, folder)
         base = Base(args.model)
-        plan = writing.plan_model(checkpoint.parameters, checkpoint.moe_paths, base, find_config, options)
+        plan = writing.plan_model(checkpoint.parameters, checkpoint.moe_paths, base, find_config, options=options)
     _write(plan, args.out, options.max_shard_size)
     return 0
 

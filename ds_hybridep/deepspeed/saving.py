@@ -63,7 +63,7 @@ def save_pretrained(
     _meet_to_save(engine, "ds_hybridep.save_pretrained")
     model = LiveModel(engine.module)
     with torch.random.fork_rng(devices=[]):  # modules without weights are made, and the training must not notice
-        plan = writing.plan_model(model.parameters(), model.moe_paths, model, model.adapter_config, options)
+        plan = writing.plan_model(model.parameters(), model.moe_paths, model, model.adapter_config, options=options)
     said = _write(plan, Path(folder), max_shard_size)
     if reason := hear(lambda: said, longest_wait_s(0.0)):
         raise ExportError(reason)

@@ -72,11 +72,21 @@ def join_sites(
     }  # fmt: skip
 
     def join() -> Member:
-        return Member(sites.address, site, list(sites.names), settings, secret, config.timeout_s, context)
+        return Member(
+            sites.address, site, list(sites.names), settings, secret=secret, wait_s=config.timeout_s, context=context
+        )
 
     def new_crossing(counters: dict[str, Counters]) -> Crossing:
         return Crossing(
-            list(sites.names), site, inside.rank, secret, host, config.timeout_s, counters, link.ports, link.tls
+            list(sites.names),
+            site,
+            inside.rank,
+            secret,
+            host=host,
+            timeout_s=config.timeout_s,
+            counters=counters,
+            ports=link.ports,
+            tls=link.tls,
         )
 
     with ExitStack() as made:
@@ -86,7 +96,7 @@ def join_sites(
         if sites.every > 1:
             masters, put = state.view.master_slices()
             local = LocalSteps(masters, sites.every, home, put)
-        packets = Packets(f"{site} {inside.rank}", dense, experts, sample.dtype, home)
+        packets = Packets(f"{site} {inside.rank}", dense, experts, sample.dtype, home=home)
         departures = Departures(packets, kernels)
         # 2. The other sites.
         epochs = Epochs(site, list(sites.names), inside, lambda: state.step, join=join, new_crossing=new_crossing)

@@ -53,10 +53,10 @@ class Replicas:
         experts: Sequence[nn.Module],
         partition: Partition,
         stages: tuple[GatherStage, ...],
+        *,
         rank: int,
         encoding: Encoding,
         transaction: Transaction,
-        *,
         is_grouped: bool = False,
         hot_level: int | None = None,
     ) -> None:

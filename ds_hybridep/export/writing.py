@@ -93,6 +93,7 @@ def plan_model(
     moe_paths: Sequence[str],
     model: Any,
     adapter_config: Any,
+    *,
     options: WriteOptions,
 ) -> WritePlan:
     """Return the plan of a folder that from_pretrained loads, of transformers or of peft.
@@ -104,7 +105,9 @@ def plan_model(
     outer = next((one for one in found if one is not None), "")
     left_out = sorted(name for name in parameters if not name.startswith(outer))
     parameters = {name.removeprefix(outer): one for name, one in parameters.items() if name.startswith(outer)}
-    plan = _plan_inside(parameters, [path.removeprefix(outer) for path in moe_paths], model, adapter_config, options)
+    plan = _plan_inside(
+        parameters, [path.removeprefix(outer) for path in moe_paths], model, adapter_config, options=options
+    )
     plan.left_out = left_out
     return plan
 
@@ -114,19 +117,20 @@ def _plan_inside(
     moe_paths: Sequence[str],
     model: Any,
     adapter_config: Any,
+    *,
     options: WriteOptions,
 ) -> WritePlan:
     names = sort_names(parameters)
     if not names.has_adapters:
         if options.form in ("adapters", "per-expert"):
             raise ConfigError(f"--{options.form}: the training has no adapters; leave the option out")
-        return _whole(names.weights, moe_paths, model, options, {})
+        return _whole(names.weights, moe_paths, model, options, products={})
     config = adapter_config()
     skeleton = _skeleton(names.weights, moe_paths, model)
     peft_model = adapters.PeftModel(skeleton.fresh(), config, names)
     if options.form == "merged":
         products = {target.weight: target.product for target in peft_model.targets()}
-        return _whole(names.weights, moe_paths, model, options, products)
+        return _whole(names.weights, moe_paths, model, options, products=products)
     dtype = options.dtype or model.dtype_of("")
     if options.form == "per-expert":
         return _per_expert(skeleton, peft_model, model, dtype)
@@ -182,13 +186,16 @@ def _whole(
     moe_paths: Sequence[str],
     model: Any,
     options: WriteOptions,
+    *,
     products: Mapping[str, adapters.Product],
 ) -> WritePlan:
     skeleton = _skeleton(weights, moe_paths, model)
     found = fit(weights, moe_paths, skeleton.shapes, skeleton.tied)
     items = []
     for name, hub in skeleton.hub_shapes.items():
-        planned = {key: _meta(_dtype(skeleton, model, options, name, key), shape) for key, shape in hub.items()}
+        planned = {
+            key: _meta(_dtype(skeleton, model, options, name, hub_name=key), shape) for key, shape in hub.items()
+        }
         product = products.get(name)
         if name in found:
             parameter = found[name] if product is None else product.added_to(found[name])
@@ -208,7 +215,7 @@ def _whole(
     return WritePlan("model", items, partial(_finish_model, skeleton, model, dtype))
 
 
-def _dtype(skeleton: Skeleton, model: Any, options: WriteOptions, name: str, hub_name: str) -> torch.dtype:
+def _dtype(skeleton: Skeleton, model: Any, options: WriteOptions, name: str, *, hub_name: str) -> torch.dtype:
     if any(part in name for part in getattr(skeleton.model, "_keep_in_fp32_modules_strict", None) or ()):
         return torch.float32
     return options.dtype or model.dtype_of(hub_name)
@@ -265,6 +272,7 @@ def write_files(
     folder: Path,
     max_shard_size: str,
     progress: Callable[[int], object] = lambda num_bytes: None,
+    *,
     read: Callable[[Item], Tensor] = lambda item: item.parameter.read(item.dtype),
 ) -> None:
     """Write into a folder what the plan says, last what a loader reads first.  progress: is told bytes written."""

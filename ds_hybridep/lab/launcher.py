@@ -69,7 +69,7 @@ class LabResult:
         return "\n".join(lines)
 
 
-def rank_environment(rank: int, num_ranks: int, master_address: str, device: str, port: int) -> dict[str, str]:
+def rank_environment(rank: int, num_ranks: int, master_address: str, device: str, *, port: int) -> dict[str, str]:
     """The environment variables that a launcher must set for one rank that is alone on its host.
 
     device: network interface by which other hosts reach this one.
@@ -153,7 +153,11 @@ class RankProcesses:
                         stdin=subprocess.DEVNULL,
                         stdout=log,
                         stderr=subprocess.STDOUT,
-                        env={**os.environ, **rank_environment(rank, num_ranks, address, device, port), **environment},
+                        env={
+                            **os.environ,
+                            **rank_environment(rank, num_ranks, address, device, port=port),
+                            **environment,
+                        },
                         start_new_session=True,  # we can kill its children with it, and Ctrl-C reaches only us
                     )
                 )

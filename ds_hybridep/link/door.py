@@ -29,7 +29,7 @@ class Attempt:
 
     def __init__(
         self, door: "Door", sock: socket.socket, steps: Steps | None,
-        peer: Peer | None = None, index: int = 0, place: Any = None,
+        peer: Peer | None = None, *, index: int = 0, place: Any = None,
     ) -> None:  # fmt: skip
         self.began_at, self.peer, self._index, self._door = time.monotonic(), peer, index, door
         self._is_connecting, self._steps = peer is not None, steps
@@ -138,7 +138,7 @@ class Door:
             steps = dial_steps(self._secret, Claims(*ours))
 
         try:
-            Attempt(self, socket.socket(place[0], socket.SOCK_STREAM), steps, peer, index, place[1])
+            Attempt(self, socket.socket(place[0], socket.SOCK_STREAM), steps, peer, index=index, place=place[1])
         except OSError as error:  # no descriptor is free
             peer.note_trouble(index, str(error))
 

@@ -115,7 +115,7 @@ class Link:
 
     def channel(self, name: str, ranks: Sequence[int], *, generation: int = 0, priority: int = BULK) -> "LinkChannel":
         """Return a channel; all its ranks must give the same name, ranks and generation.  priority: URGENT or BULK."""
-        return LinkChannel(self, name, tuple(ranks), generation, priority)
+        return LinkChannel(self, name, tuple(ranks), generation, priority=priority)
 
     def announce(self, kind: str, text: str) -> None:
         """Tell all peers something, now and after resets; with FAILED or LEFT, this rank is gone for them."""
@@ -277,7 +277,7 @@ class LinkChannel:
     Sends and receives between two ranks match in the order in which they are called, for each kind apart.
     """
 
-    def __init__(self, link: Link, name: str, ranks: tuple[int, ...], generation: int, priority: int) -> None:
+    def __init__(self, link: Link, name: str, ranks: tuple[int, ...], generation: int, *, priority: int) -> None:
         self.link, self.name, self.ranks, self.generation, self.priority = link, name, ranks, generation, priority
         self._streams: dict[str, bytes] = {}
 

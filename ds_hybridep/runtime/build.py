@@ -163,7 +163,7 @@ class Builder:
             spec, device = layer.spec, layer.spec.sample.device
             route = build_route(layer.partition, rank, spec.num_experts, layer.exchange)
             exchanges = build_exchanges(
-                route, transport, spec.group, self.kernels, spec.name, device, level_formats=formats
+                route, transport, spec.group, self.kernels, layer=spec.name, device=device, level_formats=formats
             )
             if layer.hot_level is not None:
                 transport.channel("loads", spec.group_ranks, background=True)
@@ -177,8 +177,9 @@ class Builder:
             if stages:  # else every domain is one rank
                 spec = layer.spec
                 replicas = Replicas(
-                    spec.name, spec.experts, layer.of_hot, stages, rank, self.encoding, self.transaction,
-                    is_grouped=spec.is_grouped, hot_level=layer.hot_level,
+                    spec.name, spec.experts, layer.of_hot, stages, rank=rank, encoding=self.encoding,
+                    transaction=self.transaction, is_grouped=spec.is_grouped,
+                    hot_level=layer.hot_level,
                 )  # fmt: skip
                 if spec.group not in pipelines:
                     pipelines[spec.group] = StagePipeline(transport), StagePipeline(transport)

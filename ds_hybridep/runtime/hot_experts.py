@@ -138,7 +138,7 @@ class HotLayer:
         parts = parts_of_hot(replicas, set(earlier[self._own_domain]) - set(later[self._own_domain]))
         if replicas.codecs is None or not any(parts.values()):
             return list
-        return collect(replicas, replicas.domain_ranks, transport, transport.world_size, parts)
+        return collect(replicas, replicas.domain_ranks, transport, transport.world_size, parts=parts)
 
     def apply(self, choices: Sequence[tuple[int, ...]]) -> None:
         """Replace the hot experts, and send rows accordingly.  Their weights must be shipped next."""

@@ -96,7 +96,7 @@ class HybridRuntime:
             transport.world_size,
             facts.is_boundary,
             facts.loss_scale,
-            self.transaction,
+            transaction=self.transaction,
         )
         self._is_stepping = self._is_committed = False
         self.shared_parameters: Callable[[str], Sequence[Tensor]] = lambda _: ()  # flat, by name of the group
@@ -106,7 +106,14 @@ class HybridRuntime:
         of_dense = replace(of_dense, loss_scale=facts.loss_scale)
         device = facts.specs[0].sample.device
         self.syncs = {
-            name: GroupSync(transport, ranks, name, of_dense if name == DENSE else encoding, self.transaction, device)
+            name: GroupSync(
+                transport,
+                ranks,
+                name,
+                of_dense if name == DENSE else encoding,
+                transaction=self.transaction,
+                device=device,
+            )
             for name, ranks in sync_groups.items()
         }
         ours = [layer for layer in planned if layer.exchange is not None]

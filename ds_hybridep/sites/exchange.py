@@ -92,7 +92,7 @@ class Crossing:
     """
 
     def __init__(
-        self, names: Sequence[str], site: str, rank: int, secret: bytes, host: str, timeout_s: float,
+        self, names: Sequence[str], site: str, rank: int, secret: bytes, *, host: str, timeout_s: float,
         counters: Mapping[str, Counters], ports: tuple[int, int] | None = None, tls: TLS | None = None,
     ) -> None:  # fmt: skip
         self._names, self._site, self._rank, self._timeout_s = list(names), site, rank, timeout_s

@@ -35,7 +35,7 @@ class Member:
     """
 
     def __init__(
-        self, address: tuple[str, int], name: str, names: list[str], settings: dict[str, Any], secret: bytes,
+        self, address: tuple[str, int], name: str, names: list[str], settings: dict[str, Any], *, secret: bytes,
         wait_s: float, context: ssl.SSLContext | None = None,
     ) -> None:  # fmt: skip
         self.name, self.is_running, self.wants_change = name, False, False

@@ -64,7 +64,9 @@ class Packets:
         dtype: of the parameters: residuals of 16-bit ones are stored in 16 bits and a part.
     """
 
-    def __init__(self, name: str, dense: Codec | None, experts: Codec | None, dtype: torch.dtype, home: Home) -> None:
+    def __init__(
+        self, name: str, dense: Codec | None, experts: Codec | None, dtype: torch.dtype, *, home: Home
+    ) -> None:
         self.transaction = Transaction()
         self._dtype, self._home = dtype, home
         self._layouts: dict[tuple[tuple[Span, ...], bool], MessageLayout] = {}

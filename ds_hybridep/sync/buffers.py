@@ -76,6 +76,7 @@ class ParameterCodecs(SlotCodecs):
         codecs: Mapping[int, Codec | PatchCodec | None],
         level_to: Sequence[int | None],
         own_slot: int,
+        *,
         dtype: torch.dtype,
         nothing: ErrorFeedback,
         counters: CodecCounters,

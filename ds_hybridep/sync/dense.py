@@ -142,6 +142,7 @@ class GroupSync:
         ranks: Sequence[int],
         name: str,
         encoding: Encoding,
+        *,
         transaction: Transaction,
         device: torch.device,
     ) -> None:

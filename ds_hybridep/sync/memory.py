@@ -128,7 +128,9 @@ class CodecMemory:
         if (known := self.parameters.get(key)) is not None:
             return known
         codecs = {level: self._encoding.weight_codecs[level] for level in self._levels}
-        made = ParameterCodecs(spans, codecs, level_to, own_slot, like.dtype, self._nothing, self.counters)
+        made = ParameterCodecs(
+            spans, codecs, level_to, own_slot, dtype=like.dtype, nothing=self._nothing, counters=self.counters
+        )
         self.parameters[key] = made
         if (saved := self._saved_parameters.pop(key, None)) is None:
             return None

@@ -129,6 +129,7 @@ class UndeliveredGradients:
         num_ranks: int,
         is_boundary: Callable[[], bool],
         loss_scale: Callable[[], float],
+        *,
         transaction: Transaction,
     ) -> None:
         self._find_targets, self._num_ranks, self._transaction = targets, num_ranks, transaction
@@ -220,6 +221,7 @@ def collect(
     ranks: Sequence[int],
     transport: Transport,
     num_ranks: int,
+    *,
     parts: Mapping[SlotKey, Sequence[PacketPart]] | None = None,
 ) -> Callable[[], list[Undelivered]]:
     """Send what codecs have not delivered of the domain's experts to their owners; senders keep no residuals of it.

@@ -62,9 +62,9 @@ def build_exchanges(
     transport: Transport,
     group: str,
     kernels: Kernels,
+    *,
     layer: str,
     device: torch.device,
-    *,
     level_formats: Sequence[RowFormat | None] = (),
 ) -> tuple[Exchange, ...]:
     """Make the exchanges of one layer's route, and their channels; all ranks of the group must call in the same order.
@@ -94,7 +94,7 @@ def build_exchanges(
 
 
 def dispatch_rows(
-    exchange: Exchange, plan: RoutePlan, send_splits: tuple[int, ...], x: Tensor, topk_weights: Tensor
+    exchange: Exchange, plan: RoutePlan, send_splits: tuple[int, ...], x: Tensor, *, topk_weights: Tensor
 ) -> tuple[tuple[int, ...], Tensor, Tensor]:
     """Send each destination its rows of the tokens [T, D], with their expert ids and gate weights [T, K] fp32.
 
@@ -103,7 +103,7 @@ def dispatch_rows(
     """
     purpose = Purpose("tokens", "dispatch of rows", exchange.layer)
     with profiler_range(purpose.operation, exchange.layer):
-        parts = _outgoing(exchange, plan, send_splits, x.contiguous(), topk_weights)
+        parts = _outgoing(exchange, plan, send_splits, x.contiguous(), topk_weights=topk_weights)
         messages = _swap_first_messages(exchange, parts, purpose, len(x))
         splits = list(send_splits)
         for (i, _), count in zip(exchange.peers, row_counts(exchange, messages, parts), strict=True):
@@ -135,7 +135,7 @@ def dispatch_rows(
 
 
 def _outgoing(
-    exchange: Exchange, plan: RoutePlan, send_splits: Sequence[int], x: Tensor, topk_weights: Tensor
+    exchange: Exchange, plan: RoutePlan, send_splits: Sequence[int], x: Tensor, *, topk_weights: Tensor
 ) -> list[tuple[Tensor, Tensor]]:
     """Return metadata [m, 2K] and rows for each destination: [m, D], or records [m, B] uint8 if it has a format."""
     kernels, formats = exchange.kernels, exchange.row_formats
@@ -228,7 +228,7 @@ def _stamp(exchange: Exchange, part: Sequence[Tensor]) -> int:
 
 
 def swap(
-    exchange: Exchange, tensors: Sequence[Tensor], send_splits: Sequence[int], recv_splits: Sequence[int], what: str
+    exchange: Exchange, tensors: Sequence[Tensor], send_splits: Sequence[int], recv_splits: Sequence[int], *, what: str
 ) -> list[Tensor]:
     """Return for each [sum(send_splits), ...] tensor the parts meant for this rank, [sum(recv_splits), ...].
 

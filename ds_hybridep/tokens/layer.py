@@ -53,10 +53,10 @@ class DispatchState:
     recv_splits: tuple[int, ...]  # rows from each destination; the way back swaps the two
 
     def send(self, tensors: Sequence[Tensor], what: str) -> list[Tensor]:
-        return swap(self.exchange, tensors, self.send_splits, self.recv_splits, what)
+        return swap(self.exchange, tensors, self.send_splits, self.recv_splits, what=what)
 
     def send_back(self, tensors: Sequence[Tensor], what: str) -> list[Tensor]:
-        return swap(self.exchange, tensors, self.recv_splits, self.send_splits, what)
+        return swap(self.exchange, tensors, self.recv_splits, self.send_splits, what=what)
 
 
 @dataclass
@@ -227,7 +227,7 @@ def dispatch(
     # A device-to-host sync: split sizes must be Python ints before the exchange starts.
     send_splits = tuple(plan.rows_per_destination.tolist())
     with torch.no_grad():
-        recv_splits, *arrived = dispatch_rows(exchange, plan, send_splits, x, topk_weights)
+        recv_splits, *arrived = dispatch_rows(exchange, plan, send_splits, x, topk_weights=topk_weights)
     state = DispatchState(exchange=exchange, plan=plan, send_splits=send_splits, recv_splits=recv_splits)
     rows, row_weights, row_topk_idx = _Dispatch.apply(x, topk_weights, arrived, state)
     return rows, row_topk_idx, row_weights, state

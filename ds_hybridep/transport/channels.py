@@ -164,7 +164,9 @@ class Channel:
     for that: it hands over what has reached the host, in the order of `start`, and waits for NCCL.
     """
 
-    def __init__(self, transport: "Transport", name: str, ranks: Sequence[int], level: int, background: bool) -> None:
+    def __init__(
+        self, transport: "Transport", name: str, ranks: Sequence[int], level: int, *, background: bool
+    ) -> None:
         self.transport, self.name, self.ranks = transport, name, tuple(ranks)
         self.level, self.is_background = level, background
         fastest = max(1, len(transport.cluster.levels) - 1)  # messages over it are acknowledged in no time
@@ -346,7 +348,7 @@ class Transport:
         if key not in self._channels:
             level = min(self.level_to(rank) for rank in ranks if rank != self.rank)
             self.link.meet(ranks if hub in (None, self.rank) else (hub,))
-            self._channels[key] = Channel(self, name, ranks, level, background)
+            self._channels[key] = Channel(self, name, ranks, level, background=background)
         return self._channels[key]
 
     def level_to(self, rank: int) -> int:

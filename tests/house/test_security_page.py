@@ -141,7 +141,7 @@ def test_all_traffic_of_a_job_passes_the_tunnel_of_the_page(tmp_path: Path) -> N
                         train,
                     ]
                     commands.append(network.command_on(rank, ["bash", "-c", " && ".join(steps)]))
-                    environment = rank_environment(rank, 2, "10.88.0.1", "wg0", 29500)
+                    environment = rank_environment(rank, 2, "10.88.0.1", "wg0", port=29500)
                     environments.append({**environment, **variables})
                 results = run_together(commands, tmp_path, *environments, limit_s=300)
             finally:

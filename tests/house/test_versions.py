@@ -48,7 +48,7 @@ def test_the_tail_for_older_versions_gives_router_logits_once() -> None:
     layer = layer_with_a_tail("batched", has_shared=False, has_gate=False)
     layer.return_router_logits, layer._cached_router_logits = True, torch.ones(6, 2)
     output = torch.randn(2, 3, 4)
-    found, logits = autoep._finalize_output(layer, output, output.reshape(-1, 4), output, 4)
+    found, logits = autoep._finalize_output(layer, output, output.reshape(-1, 4), output, hidden=4)
     assert torch.equal(found, output)
     assert torch.equal(logits, torch.ones(6, 2))
     assert layer._cached_router_logits is None

@@ -112,7 +112,7 @@ def test_migration_of_a_layer_stays_on_the_device(weights_codec: str, gradient_c
     stages = tuple(replace(stage, weights=channel, gradients=channel) for stage in gather_stages(partition, 1))
     transaction = Transaction()
     with OneDevice():
-        replicas = Replicas("layer", experts, partition, stages, 1, encoding, transaction)
+        replicas = Replicas("layer", experts, partition, stages, rank=1, encoding=encoding, transaction=transaction)
         for is_exact in (True, False, False):
             shipment = make_shipment(replicas, is_exact=is_exact)
             replicas.add_gradients(map(torch.empty_like, replicas.trainable_weights(replicas.replica_slots)))
@@ -142,7 +142,7 @@ def test_the_way_of_a_token_stays_on_the_device() -> None:
     )
     with OneDevice(), mock.patch.object(row_exchange, "row_counts", return_value=[7]):  # the one wait for the device
         with torch.no_grad():
-            splits, *arrived = dispatch_rows(exchange, plan, send_splits, x, weights)
+            splits, *arrived = dispatch_rows(exchange, plan, send_splits, x, topk_weights=weights)
         assert splits == recv_splits
         state = DispatchState(exchange=exchange, plan=plan, send_splits=send_splits, recv_splits=recv_splits)
         rows, row_weights, _ = _Dispatch.apply(x, weights, arrived, state)
@@ -159,7 +159,7 @@ def test_the_way_of_a_token_stays_on_the_device() -> None:
     assert output.shape == x.shape
     assert x.grad.device == weights.grad.device == DEVICE
     with OneDevice(), torch.no_grad():
-        assert swap(exchange, [rows], recv_splits, send_splits, "rows")[0].shape == (9, hidden)
+        assert swap(exchange, [rows], recv_splits, send_splits, what="rows")[0].shape == (9, hidden)
 
 
 def test_messages_are_filled_up_where_lengths_must_be_equal() -> None:
@@ -172,7 +172,9 @@ def test_messages_are_filled_up_where_lengths_must_be_equal() -> None:
         row_topk_idx=torch.empty(4, 2, dtype=torch.int32, device=DEVICE),
     )
     with mock.patch.object(row_exchange, "row_counts", return_value=[1]):
-        dispatch_rows(exchange, plan, (1, 3), torch.empty(4, 8, device=DEVICE), torch.empty(4, 2, device=DEVICE))
+        dispatch_rows(
+            exchange, plan, (1, 3), torch.empty(4, 8, device=DEVICE), topk_weights=torch.empty(4, 2, device=DEVICE)
+        )
     room_bytes = 16 + 5 * (4 * 4 + 4 * 8)  # header; ids and gate weights, elements of 5 rows
     assert channel.num_bytes == [(room_bytes, room_bytes), (0, 0)]  # first messages, and no surplus
 
@@ -185,7 +187,7 @@ def test_sums_by_level_stay_on_the_device(codec: str | None) -> None:
     transport.channel.return_value = channel
     made = None if codec is None else make_codec(codec, kernels="reference")
     encoding = Encoding((made, None), (made, None))
-    group = GroupSync(transport, range(4), "dense", encoding, Transaction(), DEVICE)
+    group = GroupSync(transport, range(4), "dense", encoding, transaction=Transaction(), device=DEVICE)
     with OneDevice():
         group.all_reduce(torch.empty(10, device=DEVICE, dtype=torch.bfloat16))
         group.reduce_to_owners(

@@ -165,7 +165,7 @@ def test_wrong_arguments_are_named(line, message, capsys):
 def test_deepspeed_is_told_that_every_rank_is_alone_on_its_machine(monkeypatch):
     """Were LOCAL_SIZE the world size, DeepSpeed would all-reduce through memory that namespaces do not divide."""
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
-    environment = rank_environment(2, 4, "10.77.0.1", "eth0", 29500)
+    environment = rank_environment(2, 4, "10.77.0.1", "eth0", port=29500)
     assert (environment["RANK"], environment["WORLD_SIZE"]) == ("2", "4")
     assert (environment["LOCAL_RANK"], environment["LOCAL_SIZE"], environment["LOCAL_WORLD_SIZE"]) == ("0", "1", "1")
     assert (environment["MASTER_ADDR"], environment["MASTER_PORT"]) == ("10.77.0.1", "29500")

@@ -74,7 +74,8 @@ class Tap(Proxy):
 def two_sites(tls: TLS | None) -> Iterator[tuple[list[Crossing], Tap]]:
     """Site b dials site a through a tap."""
     crossings = [
-        Crossing(NAMES, name, 0, b"a secret of sixteen", "127.0.0.1", 20.0, {one: Counters() for one in NAMES},
+        Crossing(NAMES, name, 0, b"a secret of sixteen", host="127.0.0.1", timeout_s=20.0,
+        counters={one: Counters() for one in NAMES},
                  tls=tls)
         for name in NAMES
     ]  # fmt: skip
@@ -97,7 +98,9 @@ def test_gradients_are_read_between_sites_unless_tls_is_on(tmp_path: Path, encry
     codec = make_codec(recommended_codecs(4).dense_gradient) if encodes else None
     gradient = torch.linspace(-1.0, 1.0, 64 * 64).view(64, 64)
     one = OwnedSlice((whole("w", gradient.shape),), (gradient,), False)
-    packets = [Packets(name, codec, codec, torch.float32, Home(torch.device("cpu"))).encode(one) for name in NAMES]
+    packets = [
+        Packets(name, codec, codec, torch.float32, home=Home(torch.device("cpu"))).encode(one) for name in NAMES
+    ]
     with two_sites(make_certificates(tmp_path) if encrypts else None) as (crossings, tap):
         with ThreadPoolExecutor() as pool:
             got = list(pool.map(lambda pair: pair[0].swap([pair[1]]), zip(crossings, packets, strict=True)))

@@ -23,7 +23,9 @@ class Sites:
     def __init__(self, names: Sequence[str], observers: Sequence[str] = ()) -> None:
         self.counters = {name: {other: Counters() for other in names} for name in names}
         self.crossings = {
-            name: Crossing(names, name, 0, b"a secret of sixteen", "127.0.0.1", 10.0, self.counters[name])
+            name: Crossing(
+                names, name, 0, b"a secret of sixteen", host="127.0.0.1", timeout_s=10.0, counters=self.counters[name]
+            )
             for name in names
         }
         addresses = {name: one.address for name, one in self.crossings.items()}

@@ -29,7 +29,7 @@ def test_the_outer_step_is_that_of_nesterov_sgd(every: int) -> None:
     reference = copy.deepcopy(models[0])
     outer = torch.optim.SGD(reference.parameters(), lr=RATE, momentum=MOMENTUM, nesterov=True)
     sites = [LocalSteps(owned(model), every, HOME) for model in models]
-    packets = [Packets(str(index), None, None, torch.float32, HOME) for index in range(2)]
+    packets = [Packets(str(index), None, None, torch.float32, home=HOME) for index in range(2)]
     names = [name for name, _ in reference.named_parameters()]
     num_exchanged = dict.fromkeys(names, 0)
     for step in range(1, 4 * every + 1):

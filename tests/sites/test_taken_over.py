@@ -69,7 +69,7 @@ class State:
 
 
 def site_a(state: State, *, fails: bool = False, codec: Any = None, local: LocalSteps | None = None) -> Any:
-    packets = Packets("a", codec, None, torch.float32, HOME)
+    packets = Packets("a", codec, None, torch.float32, home=HOME)
     departures = Departures(packets, ReferenceKernels())
     epochs: Any = Connections(fails)
     options: Any = {"local": local, "refresh": lambda: None, "verify_interval": 0}

@@ -122,7 +122,9 @@ def _memory_of_layer(
     if partition.domain_size == 1:
         return LayerNeeds()
     rank = partition.group_ranks[0]
-    held = Replicas("", experts, partition, gather_stages(partition, rank), rank, encoding, Transaction())
+    held = Replicas(
+        "", experts, partition, gather_stages(partition, rank), rank=rank, encoding=encoding, transaction=Transaction()
+    )
     held.make_senders()
     replicas = sum(weights.nbytes for weights in held.weights)
     codecs = held.num_bytes - replicas

@@ -193,7 +193,7 @@ class Parameters:
             "local": GradientTarget("moe w", 16, 32, self.expert, share=0.5),
         }
         self.undelivered = UndeliveredGradients(
-            lambda: targets, num_ranks, lambda: self.is_boundary, lambda: 2.0, self.transaction
+            lambda: targets, num_ranks, lambda: self.is_boundary, lambda: 2.0, transaction=self.transaction
         )
 
     def gradients(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -267,7 +267,7 @@ def test_residuals_of_a_file_go_to_one_rank_and_those_of_experts_to_their_owners
 def test_undelivered_gradients_wait_on_the_device_of_their_parameter() -> None:
     parameter = torch.nn.Parameter(torch.zeros(4, device="meta"))
     targets = {"a": GradientTarget("a", 0, 4, parameter)}
-    undelivered = UndeliveredGradients(lambda: targets, 1, lambda: True, lambda: 1.0, Transaction())
+    undelivered = UndeliveredGradients(lambda: targets, 1, lambda: True, lambda: 1.0, transaction=Transaction())
     undelivered.add([Undelivered("a", 0, torch.ones(4))])
     assert undelivered.records()[0].values.device == parameter.device
 

@@ -37,7 +37,9 @@ def open_group(
     made = [None if name is None else PatchCodec() if name == "patch" else make_codec(name) for name in weights]
     sums = [None if name is None else make_codec(name) for name in gradients]
     encoding, transaction = Encoding(tuple(made), tuple(sums)), Transaction()
-    return GroupSync(transport, range(math.prod(sizes)), "test", encoding, transaction, CPU), transaction
+    return GroupSync(
+        transport, range(math.prod(sizes)), "test", encoding, transaction=transaction, device=CPU
+    ), transaction
 
 
 def gather_changes(sizes: tuple[int, ...], dtype: str, codecs: list[Any], backends: Any = ()) -> dict[str, Any]:

@@ -58,7 +58,9 @@ def open_collectives(sizes: tuple[int, ...]) -> GroupSync:
     cluster = Cluster(tuple(Level(f"level {index}", size) for index, size in enumerate(sizes)))
     transport, exact = open_transport(cluster, timeout_s=100), (None,) * len(sizes)
     ranks = range(math.prod(sizes))
-    return GroupSync(transport, ranks, "test", Encoding(exact, exact), Transaction(), torch.device("cpu"))
+    return GroupSync(
+        transport, ranks, "test", Encoding(exact, exact), transaction=Transaction(), device=torch.device("cpu")
+    )
 
 
 def spans_of(slices: Sequence[tuple[int, int]]) -> list[tuple[int, Any]]:

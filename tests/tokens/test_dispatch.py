@@ -70,7 +70,7 @@ def carry(case: MoeCase, routing: Routing | None = None) -> dict[str, Any]:
     transport = open_transport(cluster, timeout_s=100)
     stages = build_route(partition, rank, case.num_experts, case.exchange)
     kernels = load_kernels("reference", "cpu")
-    exchanges = build_exchanges(stages, transport, "ep", kernels, "layer 0", torch.device("cpu"))
+    exchanges = build_exchanges(stages, transport, "ep", kernels, layer="layer 0", device=torch.device("cpu"))
     topk_idx = torch.tensor((routing or routing_of(case))[rank], dtype=torch.int32).reshape(-1, case.top_k)
     rows, row_idx, row_weights = integer_tokens(case, rank), topk_idx, gate_weights(case, rank)
     states = []
@@ -92,7 +92,9 @@ def carry_again_and_again(num_tokens: tuple[tuple[int, ...], ...], top_k: int, w
     transport = open_transport(Cluster((Level("dc", 4),)), timeout_s=100)
     partition = Partition.build(transport.cluster, ranks, (1,))
     stages = build_route(partition, rank, 4, "direct")
-    exchange = build_exchanges(stages, transport, "ep", load_kernels("auto", "cpu"), "layer 0", torch.device("cpu"))[0]
+    exchange = build_exchanges(
+        stages, transport, "ep", load_kernels("auto", "cpu"), layer="layer 0", device=torch.device("cpu")
+    )[0]
     results = []
     for step, counts in enumerate(num_tokens):
         count = counts[rank]
@@ -406,7 +408,8 @@ def carry_records(exchange: TokenExchange, row_format: RowFormat, dtype: torch.d
     transport = open_transport(Cluster((Level("dc", 2), Level("gpu", 2))), timeout_s=100)
     partition = Partition.build(transport.cluster, range(4), (1, 1))
     exchanges = build_exchanges(
-        build_route(partition, rank, 4, exchange), transport, "ep", kernels, "layer 0", torch.device("cpu"),
+        build_route(partition, rank, 4, exchange), transport, "ep", kernels, layer="layer 0",
+        device=torch.device("cpu"),
         level_formats=(row_format, None),
     )  # fmt: skip
     x = torch.stack([token_of(rank, token, dtype) for token in range(4)]).requires_grad_()

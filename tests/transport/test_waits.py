@@ -80,7 +80,7 @@ def agree_on_numbers() -> list[list[float]]:
 
     transport = open_transport(Cluster((Level("dc", 2), Level("gpu", 2))), timeout_s=LIMIT_S)
     nothing = Encoding((None, None), (None, None))
-    group = GroupSync(transport, range(4), "numbers", nothing, Transaction(), torch.device("cpu"))
+    group = GroupSync(transport, range(4), "numbers", nothing, transaction=Transaction(), device=torch.device("cpu"))
     rank, is_max = dist.get_rank(), torch.tensor([False, True, False])
     found = [
         group.reduce_numbers(torch.tensor([rank + step, rank * step, 0.1 * rank], dtype=torch.float64), is_max)
