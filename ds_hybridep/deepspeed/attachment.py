@@ -24,7 +24,7 @@ from ds_hybridep.adaptive.planner import JobPlanner
 from ds_hybridep.config import HybridEPConfig
 from ds_hybridep.deepspeed.dense import DenseSync
 from ds_hybridep.deepspeed.dropped_gradients import DroppedGradients, before_forward
-from ds_hybridep.deepspeed.optimizer_view import view_of
+from ds_hybridep.deepspeed.engine_view import view_of
 from ds_hybridep.deepspeed.patches import ENGINE, MODULE, Patches
 from ds_hybridep.deepspeed.site_exchange import SiteExchange
 from ds_hybridep.deepspeed.sites import join_sites
@@ -81,8 +81,7 @@ class Attachment:
     ) -> None:
         self.engine, self.layers, self.planner, self.facts = weakref.proxy(engine), dict(layers), planner, facts
         self.patches, self._plan_patches = Patches(), Patches()  # of the engine as long as it is attached; of a plan
-        known = weakref.proxy(self)  # an engine that is dropped is freed at once, with all that it has here
-        self.dropped = DroppedGradients(self.engine, self.layers, lambda: known.runtime)
+        self.dropped = DroppedGradients(self.engine, self.layers)
         self.optimizer: Any = None  # of the engine, once it is there
         self.dense: DenseSync | None = None  # None if DeepSpeed synchronises what several ranks hold
         self.sites: SiteExchange | None = None  # once the optimizer is there
@@ -153,7 +152,7 @@ class Attachment:
     def bind_plan(self) -> None:
         """Connect engine and layers to the runtime of the present plan."""
         patches, runtime = Patches(), self.runtime
-        self._plan_patches = patches
+        self._plan_patches, self.dropped.runtime = patches, runtime
         begin = partial(runtime.changes.before_backward, self._before_backward)
         patches.wrap(ENGINE, "_backward_prologue_per_tensor", self.engine, begin)
         for name, hybrid in runtime.layers.items():
