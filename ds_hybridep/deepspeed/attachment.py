@@ -32,7 +32,7 @@ from ds_hybridep.errors import ConfigError
 from ds_hybridep.experts.migration import MigrationManager
 from ds_hybridep.runtime.build import Facts
 from ds_hybridep.runtime.log import log_dist, write_json
-from ds_hybridep.runtime.runtime import HybridRuntime, prepare_runtime
+from ds_hybridep.runtime.runtime import prepare_runtime
 from ds_hybridep.runtime.statistics import monitor_events, summarize
 from ds_hybridep.transport import watch
 from ds_hybridep.transport.agreement import announcing_failure
@@ -68,8 +68,6 @@ class Attachment:
     The runtime, and `dense`, are those of the present plan.
     """
 
-    runtime: HybridRuntime
-
     def __init__(
         self,
         engine: Any,
@@ -81,7 +79,6 @@ class Attachment:
     ) -> None:
         self.engine, self.layers, self.planner, self.facts = weakref.proxy(engine), dict(layers), planner, facts
         self.patches, self._plan_patches = Patches(), Patches()  # of the engine as long as it is attached; of a plan
-        self.dropped = DroppedGradients(self.engine, self.layers)
         self.optimizer: Any = None  # of the engine, once it is there
         self.dense: DenseSync | None = None  # None if DeepSpeed synchronises what several ranks hold
         self.sites: SiteExchange | None = None  # once the optimizer is there
@@ -100,6 +97,7 @@ class Attachment:
             made.callback(watch.stop, self._watched)
             self.runtime = build()
             made.pop_all()
+        self.dropped = DroppedGradients(self.engine, self.layers, self.runtime)
         engine.__dict__["_hybridep_attachment"] = self
         attached.add(self)
 

@@ -25,14 +25,11 @@ class DroppedGradients:
     Args:
         engine: a weak proxy.
         layers: its MoE layers by name.
-
-    runtime: that of the present plan.
+        runtime: of the present plan; whoever changes the plan sets it.
     """
 
-    runtime: HybridRuntime
-
-    def __init__(self, engine: Any, layers: Mapping[str, Any]) -> None:
-        self._engine, self._layers = engine, layers
+    def __init__(self, engine: Any, layers: Mapping[str, Any], runtime: HybridRuntime) -> None:
+        self._engine, self._layers, self.runtime = engine, layers, runtime
 
     def bind_engine(self, patches: Patches) -> None:
         """Follow `engine.zero_grad`."""

@@ -114,7 +114,7 @@ class EngineView(ABC):
         by_optimizer: it is the optimizer's, not the engine's, which only clears `.grad`.
         sets_to_none: what it does to `.grad`.
         """
-        return by_optimizer
+        return by_optimizer  # gradients are kept apart from `.grad`
 
     def holds_averaged(self) -> bool:
         """Return True if averaged gradients wait for the step apart from `.grad`, so that no zero_grad drops them."""
