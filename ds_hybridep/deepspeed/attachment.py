@@ -24,7 +24,7 @@ from ds_hybridep.adaptive.planner import JobPlanner
 from ds_hybridep.config import HybridEPConfig
 from ds_hybridep.deepspeed.dense import DenseSync
 from ds_hybridep.deepspeed.dropped_gradients import DroppedGradients, before_forward
-from ds_hybridep.deepspeed.optimizer_view import view_of
+from ds_hybridep.deepspeed.engine_view import view_of
 from ds_hybridep.deepspeed.patches import ENGINE, MODULE, Patches
 from ds_hybridep.deepspeed.site_exchange import SiteExchange
 from ds_hybridep.deepspeed.sites import join_sites
@@ -32,7 +32,7 @@ from ds_hybridep.errors import ConfigError
 from ds_hybridep.experts.migration import MigrationManager
 from ds_hybridep.runtime.build import Facts
 from ds_hybridep.runtime.log import log_dist, write_json
-from ds_hybridep.runtime.runtime import HybridRuntime, prepare_runtime
+from ds_hybridep.runtime.runtime import prepare_runtime
 from ds_hybridep.runtime.statistics import monitor_events, summarize
 from ds_hybridep.transport import watch
 from ds_hybridep.transport.agreement import announcing_failure
@@ -68,8 +68,6 @@ class Attachment:
     The runtime, and `dense`, are those of the present plan.
     """
 
-    runtime: HybridRuntime
-
     def __init__(
         self,
         engine: Any,
@@ -81,8 +79,6 @@ class Attachment:
     ) -> None:
         self.engine, self.layers, self.planner, self.facts = weakref.proxy(engine), dict(layers), planner, facts
         self.patches, self._plan_patches = Patches(), Patches()  # of the engine as long as it is attached; of a plan
-        known = weakref.proxy(self)  # an engine that is dropped is freed at once, with all that it has here
-        self.dropped = DroppedGradients(self.engine, self.layers, lambda: known.runtime)
         self.optimizer: Any = None  # of the engine, once it is there
         self.dense: DenseSync | None = None  # None if DeepSpeed synchronises what several ranks hold
         self.sites: SiteExchange | None = None  # once the optimizer is there
@@ -101,6 +97,7 @@ class Attachment:
             made.callback(watch.stop, self._watched)
             self.runtime = build()
             made.pop_all()
+        self.dropped = DroppedGradients(self.engine, self.layers, self.runtime)
         engine.__dict__["_hybridep_attachment"] = self
         attached.add(self)
 
@@ -153,7 +150,7 @@ class Attachment:
     def bind_plan(self) -> None:
         """Connect engine and layers to the runtime of the present plan."""
         patches, runtime = Patches(), self.runtime
-        self._plan_patches = patches
+        self._plan_patches, self.dropped.runtime = patches, runtime
         begin = partial(runtime.transaction.before_backward, self._before_backward)
         patches.wrap(ENGINE, "_backward_prologue_per_tensor", self.engine, begin)
         for name, hybrid in runtime.layers.items():

@@ -10,7 +10,7 @@ from typing import Any
 from ds_hybridep.deepspeed import saving
 from ds_hybridep.deepspeed.attachment import Attachment
 from ds_hybridep.deepspeed.autoep import adapted_layers
-from ds_hybridep.deepspeed.optimizer_view import view_of
+from ds_hybridep.deepspeed.engine_view import view_of
 from ds_hybridep.errors import ConfigError
 from ds_hybridep.runtime import whole_checkpoints
 from ds_hybridep.runtime.log import log_dist, warn_once, write_json

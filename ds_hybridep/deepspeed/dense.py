@@ -18,8 +18,8 @@ from deepspeed.utils import groups
 from torch import Tensor
 
 from ds_hybridep.config import HybridEPConfig
+from ds_hybridep.deepspeed.engine_view import EngineView, FlatGroup, Zero12View, view_of
 from ds_hybridep.deepspeed.norms import GradientNorms
-from ds_hybridep.deepspeed.optimizer_view import FlatGroup, OptimizerView, Zero12View, view_of
 from ds_hybridep.deepspeed.patches import BF16_MODULE, ENGINE, ZERO_MODULE, ZERO_OPTIMIZER, Patches
 from ds_hybridep.errors import PlanError
 from ds_hybridep.experts.layer_spec import LayerSpec
@@ -101,7 +101,7 @@ class DenseSync:
         self._syncs = {_process_group(engine, name): sync for name, sync in syncs.items()}
         self._dense = syncs[DENSE]
         self._optimizer: Any = None  # one that partitions its state
-        self._view: OptimizerView = view_of(engine)  # of it
+        self._view: EngineView = view_of(engine)  # of it
         self._spans: list[list[Span]] = []  # of flat parameters, by parameter group
         self._before: dict[int, Tensor] = {}  # own partitions before this step, by parameter group
         self._is_stepping = False

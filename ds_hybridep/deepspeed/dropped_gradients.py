@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Gradients that are dropped before any step uses them: replicas drop theirs, and codecs undo what they noted.
 
-engine.zero_grad, optimizer.zero_grad    if they drop what waits for the step: `OptimizerView.drops_gradients`
+engine.zero_grad, optimizer.zero_grad    if they drop what waits for the step: `EngineView.drops_gradients`
 module.zero_grad                         the same, of any module that holds all experts of an engine (start.py)
 `parameter.grad = None`                  found out before the next forward
-a backward that replaces them            `OptimizerView.replaces_gradients`
+a backward that replaces them            `EngineView.replaces_gradients`
 """
 
 from collections.abc import Callable, Mapping
@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import nn
 
-from ds_hybridep.deepspeed.optimizer_view import view_of
+from ds_hybridep.deepspeed.engine_view import view_of
 from ds_hybridep.deepspeed.patches import ENGINE, ZERO_OPTIMIZER, Patches
 from ds_hybridep.experts.migration import is_in_backward
 from ds_hybridep.runtime.runtime import HybridRuntime
@@ -25,11 +25,11 @@ class DroppedGradients:
     Args:
         engine: a weak proxy.
         layers: its MoE layers by name.
-        runtime: returns that of the present plan.
+        runtime: of the present plan; whoever changes the plan sets it.
     """
 
-    def __init__(self, engine: Any, layers: Mapping[str, Any], runtime: Callable[[], HybridRuntime]) -> None:
-        self._engine, self._layers, self._runtime = engine, layers, runtime
+    def __init__(self, engine: Any, layers: Mapping[str, Any], runtime: HybridRuntime) -> None:
+        self._engine, self._layers, self.runtime = engine, layers, runtime
 
     def bind_engine(self, patches: Patches) -> None:
         """Follow `engine.zero_grad`."""
@@ -48,7 +48,7 @@ class DroppedGradients:
     def clear(self) -> None:
         """Drop the gradients of replicas because their owners drop theirs."""
         # ZeRO 1 has copied the returned gradients, and its step applies the copy whoever calls zero_grad.
-        self._runtime().clear_gradients(drops_returned=not view_of(self._engine).holds_averaged())
+        self.runtime.clear_gradients(drops_returned=not view_of(self._engine).holds_averaged())
 
     def in_grad(self) -> list[nn.Parameter]:
         """Return trainable parameters of owned experts if their gradients stay in `.grad` until the step; else []."""
@@ -59,7 +59,7 @@ class DroppedGradients:
     def before_backward(self, *, is_boundary: bool) -> None:
         """Call before a backward.  is_boundary: it is the last before the optimizer step."""
         if view_of(self._engine).replaces_gradients(is_boundary=is_boundary):
-            self._runtime().undo_gradients()
+            self.runtime.undo_gradients()
 
 
 def before_forward(dropped: DroppedGradients) -> Callable[..., None]:

@@ -14,7 +14,7 @@ from torch import nn
 
 from ds_hybridep.adaptive.rates import expert_params
 from ds_hybridep.deepspeed import autoep, classic, dense
-from ds_hybridep.deepspeed.optimizer_view import view_of
+from ds_hybridep.deepspeed.engine_view import is_boundary, loss_scale, master_of
 from ds_hybridep.errors import UnsupportedError
 from ds_hybridep.experts.layer_spec import LayerSpec
 from ds_hybridep.experts.slots import lay_out
@@ -32,11 +32,11 @@ def facts_of(engine: Any, layers: Mapping[str, Any]) -> Facts:
     )
     return Facts(
         specs,
-        is_boundary=partial(_is_boundary, weak),
+        is_boundary=partial(is_boundary, weak),
         sync_groups=partial(dense.groups_of, weak, specs),
         parameters=lambda: weak.module.named_parameters(),
-        master_of=lambda parameter: view_of(weak).master_of(parameter),
-        loss_scale=lambda: view_of(weak).loss_scale,
+        master_of=partial(master_of, weak),
+        loss_scale=partial(loss_scale, weak),
         sum_dtype=engine._config.communication_data_type,  # None unless ds_config has it
     )
 
@@ -98,14 +98,3 @@ def workload_of(engine: Any, layers: Mapping[str, Any], specs: Sequence[LayerSpe
         trainable_dense_shapes=tuple(tuple(p.shape) for p in others if p.requires_grad),
         learning_rate=next((float(rate) for rate in rates if rate), DEFAULT_LEARNING_RATE),
     )
-
-
-def _is_boundary(engine: Any) -> bool:
-    """Return True if the running backward, inside which it is called, is the last before the optimizer step.
-
-    Without managed accumulation nobody knows, so every backward returns gradients.  Under no_sync the caller says that
-    more backwards will follow.
-    """
-    if engine.inside_no_sync_ctxt:
-        return False
-    return bool(not engine.managed_gradient_accumulation() or engine.is_gradient_accumulation_boundary())

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ds_hybridep.deepspeed.optimizer_view import Zero12View
+from ds_hybridep.deepspeed.engine_view import Zero12View
 from ds_hybridep.deepspeed.patches import ZERO_OPTIMIZER, Patches
 from ds_hybridep.sync.dense import GroupSync
 

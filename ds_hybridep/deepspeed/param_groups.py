@@ -25,7 +25,7 @@ from deepspeed.moe.utils import is_moe_param, split_params_into_different_moe_gr
 from torch import Tensor
 
 from ds_hybridep.deepspeed import conversion
-from ds_hybridep.deepspeed.optimizer_view import view_of
+from ds_hybridep.deepspeed.engine_view import view_of
 from ds_hybridep.deepspeed.patches import ENGINE, Patches
 
 Group = dict[str, Any]

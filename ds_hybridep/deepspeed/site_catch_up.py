@@ -9,7 +9,7 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
-from ds_hybridep.deepspeed.optimizer_view import Put
+from ds_hybridep.deepspeed.engine_view import Put
 from ds_hybridep.deepspeed.site_exchange import SiteExchange, compared
 from ds_hybridep.runtime.log import log_dist
 from ds_hybridep.sites.exchange import Incoming
@@ -137,7 +137,7 @@ class CatchUp:
             self._reached, self._is_at_exchange = step, False
             return
         slices, put = self._leaves_of_zeros()
-        exchange.packets.average(slices, packets, self._state.view.loss_scale)
+        exchange.packets.average(slices, packets, self._state.loss_scale)
         put()
         self._state.take_step()
 

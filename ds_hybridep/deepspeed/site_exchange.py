@@ -71,7 +71,7 @@ class SiteExchange:
         if not self.is_replaying and self.local is None:
             slices, put = self.state.view.slices()
             leaves = leaves_of(slices)
-            if self._average(lambda: leaves, lambda: self.state.view.loss_scale)[1]:
+            if self._average(lambda: leaves, lambda: self.state.loss_scale)[1]:
                 put()
 
     def next_crossing(self) -> Crossing | None:

@@ -15,7 +15,7 @@ import torch
 from deepspeed.accelerator import get_accelerator
 from torch import Tensor
 
-from ds_hybridep.deepspeed.optimizer_view import Zero12View
+from ds_hybridep.deepspeed.engine_view import Zero12View, loss_scale
 from ds_hybridep.deepspeed.patches import ZERO_OPTIMIZER, Patches
 from ds_hybridep.geometry.slots import Span
 from ds_hybridep.kernels import Kernels
@@ -103,7 +103,7 @@ class Departures:
             get_accelerator().current_stream().wait_stream(optimizer.reduction_stream)
         spans, is_expert = self._leaves[index]
         tensors = tuple(view.reduced(*self._reduced[index][span.name], span) for span in spans)
-        scale = view.loss_scale
+        scale = loss_scale(view.engine)
         packet = self._packets.encode(OwnedSlice(spans, tensors, is_expert), scale)
         self.departed[index] = Departed(packet, scale, self._bit_sums(tensors))
         crossing.begin(self._sizes)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ds_hybridep.deepspeed.optimizer_view import view_of
+from ds_hybridep.deepspeed.engine_view import loss_scale, view_of
 from ds_hybridep.errors import UnsupportedError
 
 COUNTERS = ("global_steps", "global_samples", "micro_steps", "skipped_steps")
@@ -39,6 +39,11 @@ class SiteState:
     def step(self) -> int:
         """Optimizer steps so far."""
         return int(self._engine.global_steps)
+
+    @property
+    def loss_scale(self) -> float:
+        """The factor that gradients are multiplied by now."""
+        return loss_scale(self._engine)
 
     # -- steps that other sites have made ---------------------------------------------------------------------------
 

@@ -17,7 +17,7 @@ from typing import Any
 from ds_hybridep.codecs import make_codec
 from ds_hybridep.config import HybridEPConfig
 from ds_hybridep.config_codecs import recommended_codecs
-from ds_hybridep.deepspeed.optimizer_view import Zero12View
+from ds_hybridep.deepspeed.engine_view import Zero12View
 from ds_hybridep.deepspeed.patches import Patches
 from ds_hybridep.deepspeed.site_catch_up import CatchUp
 from ds_hybridep.deepspeed.site_exchange import SiteExchange

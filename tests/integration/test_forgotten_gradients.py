@@ -34,7 +34,7 @@ from training import (
 )
 
 import ds_hybridep
-from ds_hybridep.deepspeed.optimizer_view import Zero12View
+from ds_hybridep.deepspeed.engine_view import Zero12View
 from ds_hybridep.errors import UnsupportedError, VerificationError
 from ds_hybridep.runtime.runtime import HybridRuntime
 

@@ -55,8 +55,8 @@ class State:
     """As `SiteState`: of step 3 and loss scale 8; that of site b is of step 6 and loss scale 2."""
 
     def __init__(self, slices: Any = ()) -> None:
-        self.step, self.put = 3, []
-        self.view = SimpleNamespace(loss_scale=8.0, slices=lambda: (slices, lambda: self.put.append("put")))
+        self.step, self.loss_scale, self.put = 3, 8.0, []
+        self.view = SimpleNamespace(slices=lambda: (slices, lambda: self.put.append("put")))
         self.restored: Any = lambda: None  # returns the state of local steps
 
     def weights(self) -> dict[str, torch.Tensor]:
@@ -64,7 +64,7 @@ class State:
 
     def restore(self, state: bytes) -> Any:
         assert state == b"of b"
-        self.step, self.view.loss_scale = 6, 2.0
+        self.step, self.loss_scale = 6, 2.0
         return self.restored()
 
 

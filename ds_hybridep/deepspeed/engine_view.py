@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an engine's optimizer holds, under one set of names: one class for each kind of ZeRO.
+"""An engine as the rest of this package sees it: one class for each kind of ZeRO, which says what its optimizer holds.
 
     class         DeepSpeed's optimizer                   averaged gradients, before a step      weights it changes
     WholeView     torch's, FP16_Optimizer (ZeRO 0)        `.grad`, whole on every rank           whole
@@ -30,8 +30,8 @@ from ds_hybridep.transport.job import group_ranks, own_rank
 Put = Callable[[], None]
 
 
-def view_of(engine: Any) -> "OptimizerView":
-    """Return the view of an engine's optimizer.  engine: may be a weak proxy.
+def view_of(engine: Any) -> "EngineView":
+    """Return the view of an engine.  engine: may be a weak proxy.
 
     An engine whose optimizer is not made yet is seen as under ZeRO 0 or 3.
     """
@@ -41,6 +41,31 @@ def view_of(engine: Any) -> "OptimizerView":
     if hasattr(optimizer, "fp32_groups_gradient_flat_partition"):
         return Bf16View(engine)
     return Zero12View(engine) if hasattr(optimizer, "averaged_gradients") else WholeView(engine)
+
+
+def is_boundary(engine: Any) -> bool:
+    """Return True if the running backward, inside which it is called, is the last before the optimizer step.
+
+    Without managed accumulation nobody knows, so every backward returns gradients.  Under no_sync the caller says that
+    more backwards will follow.
+    """
+    if engine.inside_no_sync_ctxt:
+        return False
+    return bool(not engine.managed_gradient_accumulation() or engine.is_gradient_accumulation_boundary())
+
+
+def loss_scale(engine: Any) -> float:
+    """Return the factor that gradients are multiplied by now."""
+    scale = getattr(engine.optimizer, "loss_scale", None)  # FP16_Optimizer has None in bf16
+    return 1.0 if scale is None else float(scale)
+
+
+def master_of(engine: Any, parameter: Any) -> Tensor | None:
+    """Return the whole fp32 copy of a parameter that the optimizer updates, on the parameter's device.
+
+    None if this rank has only a part of it, or none.
+    """
+    return view_of(engine).master_of(parameter)
 
 
 @dataclass(frozen=True)
@@ -58,8 +83,8 @@ class FlatGroup:
     parameters: Sequence[Any]
 
 
-class OptimizerView(ABC):
-    """What the rest of this package asks of an optimizer."""
+class EngineView(ABC):
+    """What the rest of this package asks of an engine and its optimizer."""
 
     partitions_parameters = False  # a rank holds a part of each parameter between its uses
 
@@ -76,12 +101,6 @@ class OptimizerView(ABC):
         """The names of the model's parameters, by id."""
         return {id(parameter): name for name, parameter in self.engine.module.named_parameters()}
 
-    @property
-    def loss_scale(self) -> float:
-        """The factor that gradients are multiplied by now."""
-        scale = getattr(self.optimizer, "loss_scale", None)  # FP16_Optimizer has None in bf16
-        return 1.0 if scale is None else float(scale)
-
     # -- gradients that are dropped ---------------------------------------------------------------------------------
 
     @property
@@ -95,7 +114,7 @@ class OptimizerView(ABC):
         by_optimizer: it is the optimizer's, not the engine's, which only clears `.grad`.
         sets_to_none: what it does to `.grad`.
         """
-        return by_optimizer
+        return by_optimizer  # gradients are kept apart from `.grad`
 
     def holds_averaged(self) -> bool:
         """Return True if averaged gradients wait for the step apart from `.grad`, so that no zero_grad drops them."""
@@ -127,10 +146,7 @@ class OptimizerView(ABC):
         return ()
 
     def master_of(self, parameter: Any) -> Tensor | None:
-        """Return the whole fp32 copy that the optimizer updates, on the parameter's device.
-
-        None if this rank has only a part of it, or none.
-        """
+        """Return the parameter's whole fp32 copy, as the function of this name does."""
         return None
 
     # -- what this rank owns, for sites -----------------------------------------------------------------------------
@@ -179,7 +195,7 @@ class OptimizerView(ABC):
         return OwnedSlice(tuple(spans), tuple(values), is_moe_param(parameters[0]))
 
 
-class WholeView(OptimizerView):
+class WholeView(EngineView):
     """ZeRO 0: all ranks hold all gradients and weights.  Each owns an even share of the gradients of its group."""
 
     @property
@@ -234,7 +250,7 @@ class WholeView(OptimizerView):
         return [parameter for group in self._groups() for parameter in group]
 
 
-class Bf16View(OptimizerView):
+class Bf16View(EngineView):
     """BF16_Optimizer: gradients are flat fp32 buffers, whole on all ranks; each owns its partition of them."""
 
     @property
@@ -298,7 +314,7 @@ class Bf16View(OptimizerView):
         return list(self.optimizer.fp32_groups_flat_partition)
 
 
-class Zero12View(OptimizerView):
+class Zero12View(EngineView):
     """ZeRO 1 and 2: the last backward before a step reduces gradients into `averaged_gradients`.
 
     Without that step, the next such backward fills `averaged_gradients` anew; it adds to them if they are fp32 and
@@ -484,7 +500,7 @@ class Zero12View(OptimizerView):
         return list(self.optimizer.single_partition_of_fp32_groups)
 
 
-class Zero3View(OptimizerView):
+class Zero3View(EngineView):
     """ZeRO 3: a rank holds, and owns, its part of each parameter and of its gradient.
 
     The first backward after a step, or after the optimizer's zero_grad, fills the gradients anew.

@@ -11,7 +11,7 @@ from process_pool import ProcessPool
 from toy_model import ToyConfig
 from training import batch_of, engine_of, loss_of, train, world2
 
-from ds_hybridep.deepspeed.optimizer_view import view_of
+from ds_hybridep.deepspeed.engine_view import view_of
 
 pytestmark = pytest.mark.dist
 
