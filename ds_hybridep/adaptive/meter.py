@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import psutil
 import torch
@@ -32,7 +32,7 @@ from ds_hybridep.transport.streams import synchronize
 ROOM_SHARE = 0.9  # of the free memory; packets and other short-lived buffers need the rest
 
 
-class RunningPlan(Protocol):
+class PlannedRuntime(Protocol):
     """What a planner reads from the runtime; `codec_s` starts at 0 with each plan, the rest continues."""
 
     transport: Transport
@@ -42,6 +42,29 @@ class RunningPlan(Protocol):
     def plan(self) -> JobPlan: ...
     @property
     def codec_s(self) -> float: ...
+
+
+class LayerCounts(NamedTuple):
+    """Of all layers on a rank: forwards, their tokens, repeated forwards; rows sent, and forwards that sent them."""
+
+    calls: int = 0
+    tokens: int = 0
+    recomputed: int = 0
+    rows_sent: int = 0
+    sending_calls: int = 0
+
+
+class RankReport(NamedTuple):
+    """What a rank brings to a look at the plan; counts are those since the last look."""
+
+    step_s: float
+    free_bytes: float
+    working_bytes: float  # that a step needs temporarily
+    calls: float
+    tokens: float
+    recomputed: float
+    rows_sent: float
+    sending_calls: float
 
 
 @dataclass
@@ -79,15 +102,15 @@ class JobMeter:
         self.begin_s = self.end_s = 0.0  # of the last optimizer step
         self._probe, self._micro_steps = probe, micro_steps
         self._num_neighbours = ranks_on_host(probe)
-        self._counted = [0] * 5  # result of `_totals` at the last look
+        self._counted = LayerCounts()  # at the last look
         self._begin_step, self._begin_exposed_s = 0, dict[str, float]()
 
-    def begin(self, runtime: RunningPlan, step: int) -> None:
+    def begin(self, runtime: PlannedRuntime, step: int) -> None:
         """Another plan starts here, after `step` optimizer steps."""
         self._counted = self._totals(runtime)
         self._begin_step, self._begin_exposed_s = step, dict(runtime.transport.traffic.exposed_s)
 
-    def since_begin(self, runtime: RunningPlan, step: int) -> dict[str, Any]:
+    def since_begin(self, runtime: PlannedRuntime, step: int) -> dict[str, Any]:
         """Per step of the plan on this rank: seconds waited by kind, and seconds in codecs."""
         steps, before_s = max(step - self._begin_step, 1), self._begin_exposed_s
         exposed_s = runtime.transport.traffic.exposed_s.items()
@@ -107,33 +130,37 @@ class JobMeter:
         self.end_s = time.perf_counter()
         return self.end_s - self.begin_s
 
-    def measure(self, runtime: RunningPlan, plan: JobPlan | None, step_s: float | None) -> float | None:
+    def measure(self, runtime: PlannedRuntime, plan: JobPlan | None, step_s: float | None) -> float | None:
         """Update `job` and `memory`.  Returns `step_s` of rank 0; None if that is None or no layer has trained.
 
         plan: the plan that has run since `begin` or the last call.
         """
         before, self._counted = self._counted, self._totals(runtime)
-        own = [now - earlier for now, earlier in zip(self._counted, before, strict=True)]
-        memory = memory_left(self._probe.device, self._num_neighbours)
-        table = self._probe.table([step_s or -1.0, *memory, *own])
+        since = (now - earlier for now, earlier in zip(self._counted, before, strict=True))
+        own = RankReport(step_s or -1.0, *memory_left(self._probe.device, self._num_neighbours), *since)
+        reports = [RankReport(*row) for row in self._probe.table(own)]
         # Temporary bytes are taken from the first look: later peaks also contain plans and their changes.
-        self.memory = min(row[1] for row in table), self.memory[1] or max(row[2] for row in table)
-        calls, tokens, recomputed, rows, row_calls = (sum(column) for column in list(zip(*table, strict=True))[3:])
-        if not calls or table[0][0] < 0:
+        _, working_bytes = self.memory
+        self.memory = (
+            min(one.free_bytes for one in reports),
+            working_bytes or max(one.working_bytes for one in reports),
+        )
+        total = RankReport(*map(sum, zip(*reports, strict=True)))
+        if not total.calls or reports[0].step_s < 0:
             return None
         workload = replace(
             self.job.workload,
-            tokens_per_rank=max(round(tokens / calls), 1),
+            tokens_per_rank=max(round(total.tokens / total.calls), 1),
             micro_steps=max(self._micro_steps(), 1),
-            is_checkpointed=recomputed > 0,
+            is_checkpointed=total.recomputed > 0,
         )
         expected = 0.0
         if plan is not None and not plan.is_padded:
-            expected = sum(row_counts(plan.priced(self.job.costs), replace(workload, row_scale=1.0)))
-        if row_calls and expected > 0:
-            workload = replace(workload, row_scale=rows / row_calls / expected)
+            expected = sum(row_counts(plan, replace(workload, row_scale=1.0)))
+        if total.sending_calls and expected > 0:
+            workload = replace(workload, row_scale=total.rows_sent / total.sending_calls / expected)
         self.job = replace(self.job, cluster=self._links_again(), workload=workload)
-        return table[0][0]
+        return reports[0].step_s
 
     def _links_again(self) -> Cluster:
         levels = list(self.job.cluster.levels)
@@ -144,11 +171,15 @@ class JobMeter:
                 levels[index] = replace(level, link=replace(link, bandwidth_bytes_per_s=rate))
         return Cluster(tuple(levels))
 
-    def _totals(self, runtime: RunningPlan) -> list[int]:
-        """On this rank: calls of layers, their tokens, recomputations, rows sent, and the calls that sent rows."""
-        counts = [[watch.calls, watch.tokens, watch.recomputed, 0, 0] for watch in self.watches]
-        counts += [[0, 0, 0, one.rows_sent, one.calls] for one in runtime.layer_stats.values()]
-        return [sum(column) for column in zip(*counts, strict=True)]
+    def _totals(self, runtime: PlannedRuntime) -> LayerCounts:
+        """On this rank, since the start."""
+        return LayerCounts(
+            calls=sum(watch.calls for watch in self.watches),
+            tokens=sum(watch.tokens for watch in self.watches),
+            recomputed=sum(watch.recomputed for watch in self.watches),
+            rows_sent=sum(one.rows_sent for one in runtime.layer_stats.values()),
+            sending_calls=sum(one.calls for one in runtime.layer_stats.values()),
+        )
 
     def has_room(self, current: JobPlan, plan: JobPlan) -> bool:
         """Whether there is memory for both plans' replicas at the change, and for the new ones in a step."""

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from ds_hybridep.adaptive.chooser import HORIZON, Chooser, Look
-from ds_hybridep.adaptive.meter import JobMeter, RunningPlan
+from ds_hybridep.adaptive.meter import JobMeter, PlannedRuntime
 from ds_hybridep.adaptive.plans import Job, label_of, open_plans
 from ds_hybridep.adaptive.probe import LinkProbe, probe_links
 from ds_hybridep.adaptive.pulse import TRIAL_STEPS, WARM_UP_STEPS, Pulse, StepWatch
@@ -109,7 +109,7 @@ class JobPlanner:
 
     # -- around the optimizer step ----------------------------------------------------------------------------------
 
-    def before_step(self, runtime: RunningPlan) -> HybridEPConfig | None:
+    def before_step(self, runtime: PlannedRuntime) -> HybridEPConfig | None:
         """Call when gradients are complete.  Returns the settings to use after this step, or None to keep them."""
         entry_s = time.perf_counter()
         self._meter.begin_step()
@@ -124,7 +124,7 @@ class JobPlanner:
         if self._watch.mode != "off":
             self._pulse.send(is_due)
 
-    def follow(self, config: HybridEPConfig, runtime: RunningPlan, reason: str) -> None:
+    def follow(self, config: HybridEPConfig, runtime: PlannedRuntime, reason: str) -> None:
         """Call when other settings have taken over.  Planning stops if their plan is none of the open ones."""
         if config is self._next:  # else the change was not the planner's and may have come at any time
             self._change_s = time.perf_counter() - self._meter.end_s
@@ -135,7 +135,7 @@ class JobPlanner:
         if self.current is None or (is_off and not self._config.advanced.replan):
             self.hold()
 
-    def choose_anew(self, runtime: RunningPlan) -> None:
+    def choose_anew(self, runtime: PlannedRuntime) -> None:
         """Forget what was measured and choose again after a few steps.  All ranks must call this between two steps."""
         self._chooser.is_open, self._chooser.begin_step = True, None
         self._begin_trial(runtime)
@@ -144,12 +144,12 @@ class JobPlanner:
         """Keep the plan until `choose_anew`.  All ranks must call this."""
         self._watch.mode = "off"
 
-    def _begin_trial(self, runtime: RunningPlan) -> None:
+    def _begin_trial(self, runtime: PlannedRuntime) -> None:
         self._watch.try_plan(skipped=1)  # the first step sends all weights and makes connections
         self._pulse.take()  # drop the bit, which is about earlier steps
         self._meter.begin(runtime, self._num_steps)
 
-    def _look(self, runtime: RunningPlan) -> HybridEPConfig | None:
+    def _look(self, runtime: PlannedRuntime) -> HybridEPConfig | None:
         """Measure, and let rank 0 decide."""
         current = best = self.current
         before, was_settled = self._meter.job, self.is_settled
@@ -200,7 +200,7 @@ class JobPlanner:
             f"{WARM_UP_STEPS + TRIAL_STEPS + 1} optimizer steps"
         )
 
-    def record(self, runtime: RunningPlan) -> dict[str, Any]:
+    def record(self, runtime: PlannedRuntime) -> dict[str, Any]:
         """The plan, its predictions and its measurements as JSON values.  Complete on rank 0 only."""
         job, plan, choice, prediction = self._meter.job, self.current, self._chooser.choice, None
         if plan is not None:

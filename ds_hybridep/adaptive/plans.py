@@ -60,8 +60,11 @@ def _levels_with(
     if AUTO_CODEC == level.weight_codec == level.gradient_codec:  # both get the same codec
         pairs = [pair for pair in pairs if pair[0] == pair[1]]
     # Dense parameters keep their codecs, also where nothing of the experts crosses the level.
-    kinds = zip(("dense_weight_codec", "dense_gradient_codec"), level.all_codecs[2:], strict=True)
-    dense = {key: codec for key, codec in kinds if codec != AUTO_CODEC}
+    kinds = {
+        "dense_weight_codec": level.all_codecs.dense_weight,
+        "dense_gradient_codec": level.all_codecs.dense_gradient,
+    }
+    dense = {key: codec for key, codec in kinds.items() if codec != AUTO_CODEC}
     return [
         level.model_copy(
             update={"domain_size": domain_size, "weight_codec": weight, "gradient_codec": gradient, **dense}

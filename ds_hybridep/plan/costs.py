@@ -3,11 +3,11 @@
 
 import math
 from functools import lru_cache
-from typing import Literal
+from typing import Any, Literal
 
 from ds_hybridep.geometry.packets import COMPACT_BYTES, Part, return_depth
 from ds_hybridep.geometry.slots import part_of
-from ds_hybridep.plan.plan import PricedPlan
+from ds_hybridep.plan.plan import Plan, PricedPlan
 from ds_hybridep.plan.rates import IDENTITY
 from ds_hybridep.plan.routing import experts_per_rank, routing_of
 from ds_hybridep.plan.workload import MASTER_BYTES, Workload
@@ -17,7 +17,7 @@ HOST_BYTES_PER_S = 50e9  # between a GPU and the host's memory, for state that t
 Way = Literal["weights", "gradients"]  # weights go to the replicas, gradients come back
 
 
-def row_counts(plan: PricedPlan, workload: Workload) -> tuple[float, ...]:
+def row_counts(plan: Plan[Any], workload: Workload) -> tuple[float, ...]:
     """Rows that one rank sends over each level in one dispatch of our own exchange, on average."""
     rows = routing_of(plan, workload).sent_rows("hierarchical" if plan.token_exchange == "hierarchical" else "direct")
     return tuple(workload.row_scale * workload.tokens_per_rank * count for count in rows)

@@ -11,20 +11,21 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from typing import Any
 
 from ds_hybridep.errors import PlanError
 from ds_hybridep.geometry.cluster import flatten, unflatten
 from ds_hybridep.geometry.hot import ROWS_ONLY, HotCosts, choose_hot, rank_loads, step_s
 from ds_hybridep.geometry.token_route import TokenExchange, chance_needed
 from ds_hybridep.plan import choices
-from ds_hybridep.plan.plan import PricedPlan
+from ds_hybridep.plan.plan import Plan
 from ds_hybridep.plan.workload import Workload
 
 COPIES_ONLY = HotCosts(row_s=0.0, copy_s=1.0)
 LOAD_DIGITS = 8  # of loads per token, so that equal ones stay equal: weights are searched to 9
 
 
-def experts_per_rank(plan: PricedPlan, workload: Workload) -> int:
+def experts_per_rank(plan: Plan[Any], workload: Workload) -> int:
     """Number e of experts that one rank owns.  Raises PlanError if the group cannot share them evenly."""
     num_experts = workload.model.num_experts
     if num_experts % plan.group_size:
@@ -34,7 +35,7 @@ def experts_per_rank(plan: PricedPlan, workload: Workload) -> int:
     return num_experts // plan.group_size
 
 
-def routing_of(plan: PricedPlan, workload: Workload) -> "Routing":
+def routing_of(plan: Plan[Any], workload: Workload) -> "Routing":
     """The routing of a workload's loads, or of its skew over the ranks of the group.
 
     Raises PlanError if the group cannot share the experts evenly, or cannot have the skew.

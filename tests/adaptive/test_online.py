@@ -183,7 +183,7 @@ def test_a_token_codec_is_priced_where_tokens_are_not_left_to_deepspeed():
         costs = {TokenCodecConfig(type="fp8"): CodecCost("half", ratio=2.0)}
         sent = [job(costs=costs).predict(plan).uplink_bytes[0]["tokens"] for plan in pair]
         workload = job().workload
-        rows = sum(row_counts(pair[0].priced({}), workload)[:1]) * 2 * MODEL.num_moe_layers
+        rows = sum(row_counts(pair[0], workload)[:1]) * 2 * MODEL.num_moe_layers
         assert sent[0] - sent[1] == pytest.approx(share * rows * workload.row_bytes)
 
 
