@@ -114,15 +114,28 @@ def test_a_model_inside_another_module_trains_as_without_expert_parallelism(
     assert_same(pool4.run(starts.compare, case=case, start=start, timeout_s=120.0))
 
 
-@pytest.mark.parametrize("zero_stage", [slow(0), 1, slow(2), 3])
-def test_lora_of_attention_starts_without_a_pattern_and_freezes_experts(pool4: ProcessPool, zero_stage: int) -> None:
-    case = case4("qwen3_moe", 2, 1, zero_stage=zero_stage)
-    for start in (Start(model=lora), Start(model=policy_with_lora, loss=loss_of_module, optimizer=adamw)):
-        assert_same(pool4.run(starts.compare, case=case, start=start, timeout_s=120.0), frozen=is_frozen)
-
-
 def adamw(model: nn.Module) -> tuple[Any, Any]:
     return torch.optim.AdamW(starts.trained(model), lr=5e-3, eps=3e-3), None
+
+
+ALONE, POLICY = Start(model=lora), Start(model=policy_with_lora, loss=loss_of_module, optimizer=adamw)
+
+
+@pytest.mark.parametrize(
+    ("start", "zero_stage"),
+    [
+        (POLICY, 1),
+        (ALONE, 3),
+        *(slow(ALONE, stage) for stage in (0, 1, 2)),
+        *(slow(POLICY, stage) for stage in (0, 2, 3)),
+    ],
+    ids=lambda one: f"zero {one}" if isinstance(one, int) else "alone" if one is ALONE else "policy",
+)
+def test_lora_of_attention_starts_without_a_pattern_and_freezes_experts(
+    pool4: ProcessPool, start: Start, zero_stage: int
+) -> None:
+    case = case4("qwen3_moe", 2, 1, zero_stage=zero_stage)
+    assert_same(pool4.run(starts.compare, case=case, start=start, timeout_s=120.0), frozen=is_frozen)
 
 
 def save_and_go_on(case: Case, start: Start, folder: str) -> dict[str, Any]:

@@ -7,7 +7,6 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from transformers import AutoModelForCausalLM, MixtralConfig, Qwen3MoeConfig
 
 from ds_hybridep.plan.activations import activations_of
 from ds_hybridep.plan.model_sizes import model_from_mapping
@@ -24,9 +23,13 @@ def config_of(kind, **sizes):
         "hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32,
         "vocab_size": 300, "intermediate_size": 96, "num_experts_per_tok": TOP_K, **sizes,
     }  # fmt: skip
+    import transformers  # takes four seconds, which no other test of this process needs to wait for
+
     if kind == "mixtral":
-        return MixtralConfig(num_local_experts=NUM_EXPERTS, **sizes)
-    return Qwen3MoeConfig(num_experts=NUM_EXPERTS, moe_intermediate_size=sizes["intermediate_size"], **sizes)
+        return transformers.MixtralConfig(num_local_experts=NUM_EXPERTS, **sizes)
+    return transformers.Qwen3MoeConfig(
+        num_experts=NUM_EXPERTS, moe_intermediate_size=sizes["intermediate_size"], **sizes
+    )
 
 
 def estimate_of(config, dtype, *, is_checkpointed):
@@ -41,8 +44,10 @@ def estimate_of(config, dtype, *, is_checkpointed):
 
 
 def model_of(config, dtype):
+    import transformers
+
     torch.manual_seed(0)
-    return AutoModelForCausalLM.from_config(config, dtype=dtype).train()
+    return transformers.AutoModelForCausalLM.from_config(config, dtype=dtype).train()
 
 
 def loss_of(model):
