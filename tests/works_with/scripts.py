@@ -366,6 +366,12 @@ def value_head(job: Job) -> dict[str, Any]:
         return {"losses": losses, "weights": head if job.is_first else {}}
 
 
+def trainer_value_head(job: Job) -> dict[str, Any]:
+    trainer = job.trainer(WithValueHead(job.model()))
+    trainer.train()
+    return job.trained(trainer)  # the file has the head too
+
+
 def inference_mode_first(job: Job) -> dict[str, Any]:
     with job.engine(zero_optimization={"stage": 3}) as engine:
         engine.eval()

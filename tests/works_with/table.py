@@ -106,6 +106,7 @@ SECTIONS: tuple[tuple[str, tuple[Row, ...]], ...] = (
             Row("resume", "`resume_from_checkpoint`"),
             Row("two_trainers", "a second Trainer for the same model", autoep=NOT_FOUND),
             Row("trains_twice", "`train()` twice", *[TWICE] * 3),
+            Row("trainer_value_head", "a value head around the model; `save_model`", autoep=NOT_FOUND),
             Row("reward_classification", "a reward model, `...ForSequenceClassification`"),
             Row("trainer_torch_compile", "`torch_compile=True`", autoep=ONLY_BF16),
         ),
