@@ -406,6 +406,10 @@ def lora_experts(job: Job) -> dict[str, Any]:
     return _train_adapted(job, target_parameters=EXPERTS)
 
 
+def lora_dropout(job: Job) -> dict[str, Any]:
+    return _train_adapted(job, lora_dropout=0.5)
+
+
 def lora_rslora(job: Job) -> dict[str, Any]:
     return _train_adapted(job, target_parameters=EXPERTS, use_rslora=True, alpha_pattern={"q_proj": 16})
 

@@ -130,6 +130,7 @@ SECTIONS: tuple[tuple[str, tuple[Row, ...]], ...] = (
         (
             Row("lora_attention", "of attention alone", autoep=NOT_FOUND),
             Row("lora_experts", "of experts, `target_parameters`", autoep=NOT_FOUND),
+            Row("lora_dropout", "of attention, `lora_dropout`", autoep=NOT_FOUND),
             Row("lora_rslora", "`use_rslora`, `alpha_pattern`", autoep=NOT_FOUND),
             Row(
                 "lora_router", "of routers", autoep=DROPPED, block=Cell("refused", "leave 'gate' out of the adapters")
