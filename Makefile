@@ -30,7 +30,7 @@ help:
 	@echo "make test-gpu   those that need a GPU"
 	@echo "make gpu        all to run first on a machine with GPUs, and one page to send back; PRETEND=1: on CPUs"
 	@echo "make test-slow  those that take long, and random tests with new seeds"
-	@echo "make test-clients  vLLM and an old peft read what we write, in environments of their own"
+	@echo "make test-clients  vLLM, an old peft and training programs, in environments of their own"
 	@echo "make test-versions  a core of the tests with each DeepSpeed and Python"
 	@echo "make check      lint, format, types, import order"
 	@echo "make fmt        format, and fix what can be fixed"

@@ -9,9 +9,11 @@ import copy
 import re
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import nn
 
 from ds_hybridep.deepspeed.autoep import is_autoep_layer, plain_registry
@@ -32,7 +34,7 @@ def convert(original: Callable[..., Any], engine: Any, model: nn.Module, *args: 
     try:
         for part, of_part in _parts(model, settings):
             engine._config.expert_parallel_config = of_part
-            with plain_registry():
+            with plain_registry(), _same_random_numbers():
                 found = original(engine, part, *args, **kwargs)
             if sources is None:
                 sources = found
@@ -46,6 +48,16 @@ def convert(original: Callable[..., Any], engine: Any, model: nn.Module, *args: 
         engine.__dict__[_REPLACED] = _replacements(model, old)
         remap(engine, getattr(engine.client_optimizer, "param_groups", None))
     return sources
+
+
+@contextmanager
+def _same_random_numbers() -> Iterator[None]:
+    """Let AutoEP draw numbers for weights that it then overwrites, so that dropout draws what it would without AutoEP.
+
+    Otherwise adapters and value heads with dropout train differently from the first step on.
+    """
+    with torch.random.fork_rng(devices=[torch.cuda.current_device()] if torch.cuda.is_initialized() else []):
+        yield
 
 
 # -- models inside other modules ----------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ engine.save_16bit_model                     DeepSpeed's file, with all experts; 
                                             added if there is none
 accelerator.get_state_dict, save_model      the whole model on rank 0 and None elsewhere, as under ZeRO 3
 Trainer.save_model                          `saving.save_pretrained`; or the Trainer's own way, if it has a `_save`
+                                            or its module only contains a model, as with a value head
 model.save_pretrained, of transformers      refused, unless it is given such a state dict or has nothing to write
   and of peft
 model.state_dict                            stays what it is, this rank's part, with a warning
@@ -138,6 +139,7 @@ def _wrap_save_model(original: Callable[..., None]) -> Callable[..., None]:
             engine is None
             or _engine_of(engine, of_autoep=True) is None
             or type(trainer)._save is not find(TRAINER)._save
+            or "" not in models_in(engine.module)
         ):
             original(trainer, output_dir, _internal_call)
             return

@@ -21,7 +21,7 @@ DOCUMENTS = [
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```", re.M | re.S)
 PROGRAMS = re.compile(
     r"(ds_hybridep|deepspeed|torchrun|accelerate|sbatch|srun|mpirun|python|sudo|make|pip|git|ssh|ip|echo"
-    r"|openssl|wg|wg-quick|ufw) |examples/"
+    r"|openssl|wg|wg-quick|ufw|llamafactory-cli|swift|axolotl) |examples/"
 )
 HERE = ("ds_hybridep plan", "ds_hybridep simulate", "ds_hybridep report")
 ELSEWHERE = {  # by how a command begins: what runs it, or why nothing does
@@ -33,6 +33,11 @@ ELSEWHERE = {  # by how a command begins: what runs it, or why nothing does
     "pip install '.[hf]'": "not run: pyproject.toml has the same names",
     "pip install llamafactory": "tests/clients/test_llamafactory.py",
     "llamafactory-cli train": "tests/clients/test_llamafactory.py",
+    "pip install ms-swift": "tests/clients/test_swift.py",
+    "swift sft": "tests/clients/test_swift.py",
+    "pip install axolotl": "tests/clients/test_axolotl.py",
+    "pip install deepspeed": "tests/clients/test_axolotl.py",
+    "axolotl train": "tests/clients/test_axolotl.py",
     "pip uninstall": "not run: removes what is tested",
     "git clone": "not run: names a place",
     "ssh": "tests/lab/test_multi_node.py",

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Environments of programs that read our exports, each in a folder of its own that is made once, and runs in them."""
+"""Environments of programs that read our exports or train with the blocks, each made once, and runs in them."""
 
 import json
 import os
@@ -10,13 +10,16 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 FOLDER = REPOSITORY / ".cache" / "clients"
 SCRIPT = REPOSITORY / "tests" / "clients" / "client_script.py"
+TRAINER_SCRIPT = SCRIPT.with_name("trainer_script.py")
 TORCH = os.environ.get("TORCH") or "torch==2.13.0"  # what to tell pip of torch; the Makefile says the same
 INSTALL_LIMIT_S = 3600
 RUN_LIMIT_S = 1200
@@ -99,3 +102,72 @@ class Client:
         )  # fmt: skip
         assert done.returncode == 0, f"{done.stdout[-3000:]}\n{done.stderr[-6000:]}"
         return list(json.loads(found.read_text()))
+
+
+# -- programs that train ------------------------------------------------------------------------------------------
+
+NUM_RANKS = 4
+BLOCKS: dict[str, Any] = {
+    "expert_parallel": {"enabled": True, "autoep_size": NUM_RANKS},
+    "hybridep": {"levels": [{"name": "dc", "size": 2, "domain_size": 2}, {"name": "gpu", "size": 2}]},
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingProgram(Client):
+    """A program that trains on four CPU ranks, with this checkout installed beside it.
+
+    stand_ins: modules that it always imports, and that these recipes do not need.
+    """
+
+    stand_ins: tuple[str, ...] = ()
+
+    def make(self) -> None:
+        """Make the environment, if it is not there."""
+        super().make()
+        packages = next(self.folder.glob("lib/python3*/site-packages"))
+        if not any(packages.glob("ds_hybridep-*.dist-info")):
+            self._install("--no-deps", "--no-build-isolation", "-e", str(REPOSITORY))
+        for module in self.stand_ins:
+            (packages / f"{module}.py").write_text('"""A stand-in: what is here is not used."""\n')
+
+    def run(self, *command: object, folder: Path, **environment: str) -> None:
+        """Run a command of this environment in a folder; fails with what it said."""
+        own = {
+            "PATH": f"{self.folder / 'bin'}:{os.environ['PATH']}", "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1",
+            "HF_HUB_OFFLINE": "1", "TORCH_EXTENSIONS_DIR": str(self.folder / "torch_extensions"),
+        }  # fmt: skip
+        program = self.folder / "bin" / str(command[0])
+        done = subprocess.run(
+            [program, *map(str, command[1:])], cwd=folder, env=os.environ | own | environment, capture_output=True,
+            text=True, timeout=RUN_LIMIT_S,
+        )  # fmt: skip
+        assert done.returncode == 0, f"{done.stdout[-3000:]}\n{done.stderr[-6000:]}"
+
+    def script(self, do: str, *paths: Path) -> None:
+        """Call a function of trainer_script.py."""
+        self.run("python", TRAINER_SCRIPT, do, *paths, folder=paths[0])
+
+    def logits(self, model: Path, adapters: Path | None = None) -> torch.Tensor:
+        """What plain transformers, with peft, computes with a saved folder."""
+        out = (adapters or model) / "logits.pt"
+        self.script("logits", model, out, *filter(None, [adapters]))
+        return cast(torch.Tensor, torch.load(out))
+
+
+def losses_of(folder: Path) -> list[float]:
+    """Losses of training and of evaluation, in the order in which a Trainer has logged them."""
+    log = json.loads((folder / "trainer_state.json").read_text())["log_history"]
+    return [record[key] for record in log for key in ("loss", "eval_loss") if key in record]
+
+
+def assert_same_weights(found: Path, expected: Path, files: Sequence[str]) -> None:
+    """Compare files of two folders: the same names, and values to 1e-4 of their norm.
+
+    Sums in another order make 1e-7 to 2e-5 after six steps, since Adam divides small gradients by their own size.
+    """
+    for file in files:
+        weights, wanted = load_file(found / file), load_file(expected / file)
+        assert weights.keys() == wanted.keys()
+        for name, weight in wanted.items():
+            assert float((weights[name] - weight).norm()) <= 1e-4 * float(weight.norm()), f"{file}: {name}"

@@ -366,6 +366,12 @@ def value_head(job: Job) -> dict[str, Any]:
         return {"losses": losses, "weights": head if job.is_first else {}}
 
 
+def trainer_value_head(job: Job) -> dict[str, Any]:
+    trainer = job.trainer(WithValueHead(job.model()))
+    trainer.train()
+    return job.trained(trainer)  # the file has the head too
+
+
 def inference_mode_first(job: Job) -> dict[str, Any]:
     with job.engine(zero_optimization={"stage": 3}) as engine:
         engine.eval()
@@ -398,6 +404,10 @@ def lora_attention(job: Job) -> dict[str, Any]:
 
 def lora_experts(job: Job) -> dict[str, Any]:
     return _train_adapted(job, target_parameters=EXPERTS)
+
+
+def lora_dropout(job: Job) -> dict[str, Any]:
+    return _train_adapted(job, lora_dropout=0.5)
 
 
 def lora_rslora(job: Job) -> dict[str, Any]:

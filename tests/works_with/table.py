@@ -104,6 +104,7 @@ SECTIONS: tuple[tuple[str, tuple[Row, ...]], ...] = (
             Row("resume", "`resume_from_checkpoint`"),
             Row("two_trainers", "a second Trainer for the same model", autoep=NOT_FOUND),
             Row("trains_twice", "`train()` twice", *[TWICE] * 3),
+            Row("trainer_value_head", "a value head around the model; `save_model`", autoep=NOT_FOUND),
             Row("reward_classification", "a reward model, `...ForSequenceClassification`"),
             Row("trainer_torch_compile", "`torch_compile=True`", autoep=ONLY_BF16),
         ),
@@ -127,6 +128,7 @@ SECTIONS: tuple[tuple[str, tuple[Row, ...]], ...] = (
         (
             Row("lora_attention", "of attention alone", autoep=NOT_FOUND),
             Row("lora_experts", "of experts, `target_parameters`", autoep=NOT_FOUND),
+            Row("lora_dropout", "of attention, `lora_dropout`", autoep=NOT_FOUND),
             Row("lora_rslora", "`use_rslora`, `alpha_pattern`", autoep=NOT_FOUND),
             Row(
                 "lora_router", "of routers", autoep=DROPPED, block=Cell("refused", "leave 'gate' out of the adapters")
