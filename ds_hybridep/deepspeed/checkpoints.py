@@ -14,7 +14,7 @@ from ds_hybridep.deepspeed.engine_view import view_of
 from ds_hybridep.errors import ConfigError
 from ds_hybridep.runtime import whole_checkpoints
 from ds_hybridep.runtime.log import log_dist, warn_once, write_json
-from ds_hybridep.transport.agreement import agree, announcing_failure, hear
+from ds_hybridep.transport.agreement import agree, announcing_failure, result_of_rank_0
 
 PLAN_FILE = "hybridep_plan.json"
 ADAPTER_CONFIG = "hybridep_adapter_config.json"  # what peft writes as adapter_config.json
@@ -68,7 +68,7 @@ def load(attachment: Attachment, original: Callable[..., Any], *args: Any, **kwa
     call.apply_defaults()
     given = call.arguments
     # Only rank 0 looks: file systems may show the other ranks an older state.
-    tag, why_none = hear(partial(_choose, Path(given["load_dir"]), given["tag"], engine), timeout_s)
+    tag, why_none = result_of_rank_0(partial(_choose, Path(given["load_dir"]), given["tag"], engine), timeout_s)
     if why_none and given["tag"] is not None:
         raise ConfigError(why_none)
     given["tag"] = tag

@@ -43,7 +43,7 @@ from ds_hybridep.deepspeed.saving import models_in, save_pretrained, whole_state
 from ds_hybridep.errors import UnsupportedError
 from ds_hybridep.export.names import name_in_file
 from ds_hybridep.runtime.log import warn_once
-from ds_hybridep.transport.agreement import hear
+from ds_hybridep.transport.agreement import result_of_rank_0
 from ds_hybridep.transport.job import longest_wait_s
 
 _ALL = "ds_hybridep.save_pretrained(engine, DIR) on all ranks"
@@ -81,7 +81,7 @@ def _save_16bit_model(
     exclude_frozen_parameters: bool = False,
 ) -> bool:
     state = whole_state(engine, "engine.save_16bit_model", exclude_frozen=exclude_frozen_parameters)
-    hear(partial(_write_state, Path(save_dir) / save_filename, state, engine.module), longest_wait_s(0.0))
+    result_of_rank_0(partial(_write_state, Path(save_dir) / save_filename, state, engine.module), longest_wait_s(0.0))
     return True
 
 

@@ -27,7 +27,7 @@ from ds_hybridep.export.base import Skeleton, without_weights
 from ds_hybridep.export.folder import shadow_of, whole_folder
 from ds_hybridep.export.stored import Parameter
 from ds_hybridep.runtime.log import log_dist
-from ds_hybridep.transport.agreement import agree, hear
+from ds_hybridep.transport.agreement import agree, result_of_rank_0
 from ds_hybridep.transport.job import gather_to_first, longest_wait_s, meet, own_rank
 
 _EXPORT = "call engine.save_checkpoint(DIR), and then `ds_hybridep export DIR`"
@@ -65,7 +65,7 @@ def save_pretrained(
     with torch.random.fork_rng(devices=[]):  # modules without weights are made, and the training must not notice
         plan = writing.plan_model(model.parameters(), model.moe_paths, model, model.adapter_config, options=options)
     said = _write(plan, Path(folder), max_shard_size)
-    if reason := hear(lambda: said, longest_wait_s(0.0)):
+    if reason := result_of_rank_0(lambda: said, longest_wait_s(0.0)):
         raise ExportError(reason)
     outside = [name for name, _ in engine.module.named_parameters() if not name.startswith(model.path)]
     left = f"; {', '.join(outside[:3])} and whatever else is outside {model.path[:-1]} is left out" if outside else ""

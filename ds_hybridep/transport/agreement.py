@@ -36,14 +36,14 @@ def agree(payload: Mapping[str, Any], timeout_s: float, *, remedy: str = _START)
     return _meet(payload, timeout_s, remedy=remedy)[0]
 
 
-def hear(say: Callable[[], Any], timeout_s: float) -> Any:
-    """Call `say` on rank 0 only, and return its JSON-able result on all ranks; all ranks must call.
+def result_of_rank_0(call: Callable[[], Any], timeout_s: float) -> Any:
+    """Call `call` on rank 0 only, and return its JSON-able result on all ranks; all ranks must call.
 
-    Raises AgreementError on the other ranks if `say` fails on rank 0, and on all if one does not come in time.
+    Raises AgreementError on the other ranks if `call` fails on rank 0, and on all if one does not come in time.
     """
     with announcing_failure():
-        said = say() if dist.get_rank() == 0 else None
-    return _meet({"hears": "rank 0"}, timeout_s, said)[1]
+        result = call() if dist.get_rank() == 0 else None
+    return _meet({"hears": "rank 0"}, timeout_s, result)[1]
 
 
 @contextlib.contextmanager
