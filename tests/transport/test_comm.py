@@ -468,7 +468,7 @@ def come_to_different_points() -> tuple[str, str]:
         with together(30.0, lambda: None):
             pass
 
-    return failure_of(end_a_start) if dist.get_rank() == 0 else failure_of(hear, lambda: "said", 30.0)
+    return failure_of(end_a_start) if dist.get_rank() == 0 else failure_of(result_of_rank_0, lambda: "said", 30.0)
 
 
 def test_ranks_that_have_come_to_different_points_do_not_agree(pool2: ProcessPool) -> None:
