@@ -23,7 +23,7 @@ from ds_hybridep.experts.replicas import Replicas
 from ds_hybridep.integration.build import PlannedLayer
 from ds_hybridep.integration.hot_experts import HotExperts
 from ds_hybridep.sync.dense import GroupSync
-from ds_hybridep.sync.gradients import StepChanges
+from ds_hybridep.sync.gradients import GradientMemory, StepChanges
 from ds_hybridep.sync.undelivered import Undelivered, UndeliveredGradients, collect, kept_back_in
 from ds_hybridep.transport.agreement import agree, announcing_failure
 from ds_hybridep.transport.channels import Transport
@@ -139,16 +139,18 @@ class CodecCheckpoint:
             raise AgreementError(f"{what} of ranks {missing} are missing, and they are of another plan: {REMEDY}")
         return saved if is_same else None
 
-    def owed(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the gradients that this rank has kept back so far, each with a name."""
-        memories = {one.layer: one.feedback.gradients for one in self.replicas if one.feedback is not None}
+    def owed_to_experts(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield residuals of experts' gradients so far, each with a name; read them in the side stream."""
+        for replicas in self.replicas:
+            if replicas.feedback is not None:
+                yield from _residuals_of(replicas.layer, replicas.feedback.gradients)
+
+    def owed_to_others(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield residuals of sums of groups so far, and what waits at parameters, each with a name."""
         for name, sync in self._groups.items():
             kept = sync.memory
-            memories |= {f"{name} sums": kept.sums, f"{name} results": kept.results, f"{name} rounded": kept.rounded}
-        for name, memory in memories.items():
-            memory.home.wait()
-            for (level, piece), kept_of in memory.sent.items():
-                yield f"{name} {level} {piece}", kept_of.residual
+            for kind, memory in (("sums", kept.sums), ("results", kept.results), ("rounded", kept.rounded)):
+                yield from _residuals_of(f"{name} {kind}", memory)
         for one in self.waiting.records():
             yield f"{one.name} {one.start}", one.values
 
@@ -193,6 +195,12 @@ class CodecCheckpoint:
     @property
     def replicas(self) -> list[Replicas]:
         return [layer.replicas for layer in self._migration.layers]
+
+
+def _residuals_of(name: str, memory: GradientMemory) -> Iterator[tuple[str, Tensor]]:
+    memory.home.wait()
+    for (level, piece), sent in memory.sent.items():
+        yield f"{name} {level} {piece}", sent.residual
 
 
 # -- files --------------------------------------------------------------------------------------------------------
