@@ -2,7 +2,8 @@
 """Checksums of what a rank holds, for `ds_hybridep.stats`: runs that are equal in every bit have equal ones."""
 
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -21,13 +22,14 @@ def checksums_of(engine: Any, runtime: HybridRuntime) -> dict[str, str]:
     owed: of gradients that it has kept back so far: residuals of codecs, and what waits for the next gradients.  All
         zeros if it owes nothing.
     """
-    for layer in runtime.migration.layers:
-        if (streams := layer.replicas.streams) is not None:
-            streams.join()  # residuals are written there
-    return {
-        "weights": _checksum(_weights(engine), runtime.kernels, engine.device),
-        "owed": _checksum(runtime.codecs.owed(), runtime.kernels, engine.device),
-    }
+    kernels, codecs = runtime.kernels, runtime.codecs
+    streams = next((layer.replicas.streams for layer in runtime.migration.layers), None)
+    with nullcontext() if streams is None else streams.aside():  # where these residuals are written and freed
+        to_experts = _sums(codecs.owed_to_experts(), kernels, engine.device)
+    if streams is not None:
+        streams.join()
+    owed = _sums(codecs.owed_to_others(), kernels, engine.device, to_experts)
+    return {"weights": _hex(_sums(_weights(engine), kernels, engine.device)), "owed": _hex(owed)}
 
 
 def _weights(engine: Any) -> Iterator[tuple[str, Tensor]]:
@@ -42,10 +44,16 @@ def _weights(engine: Any) -> Iterator[tuple[str, Tensor]]:
             yield name, parameter.detach()
 
 
-def _checksum(named: Iterable[tuple[str, Tensor]], kernels: Kernels, device: torch.device) -> str:
-    """Return a checksum of bits and names, whatever the order; tensors of zeros do not count."""
-    total = torch.zeros(2, dtype=torch.int64)
+def _sums(
+    named: Iterable[tuple[str, Tensor]], kernels: Kernels, device: torch.device, total: Sequence[int] = (0, 0)
+) -> Sequence[int]:
+    """Return `total` and two sums over bits and names, whatever the order; tensors of zeros do not count."""
     for name, tensor in named:
         odd = zlib.crc32(name.encode()) | 1
-        total += kernels.bit_sums(tensor.detach().to(device).contiguous()).cpu() * odd
-    return "".join(f"{one & 2**64 - 1:016x}" for one in total.tolist())
+        found: list[int] = kernels.bit_sums(tensor.detach().to(device).contiguous()).tolist()
+        total = [before + odd * one for before, one in zip(total, found, strict=True)]
+    return total
+
+
+def _hex(sums: Iterable[int]) -> str:
+    return "".join(f"{one & 2**64 - 1:016x}" for one in sums)

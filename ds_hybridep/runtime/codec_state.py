@@ -24,6 +24,7 @@ from ds_hybridep.runtime.build import PlannedLayer
 from ds_hybridep.runtime.hot_experts import HotExperts
 from ds_hybridep.sync.dense import GroupSync
 from ds_hybridep.sync.transaction import Transaction
+from ds_hybridep.sync.gradients import GradientMemory, StepChanges
 from ds_hybridep.sync.undelivered import Undelivered, UndeliveredGradients, collect, kept_back_in
 from ds_hybridep.transport.agreement import agree, announcing_failure
 from ds_hybridep.transport.channels import Transport
@@ -143,15 +144,8 @@ class CodecCheckpoint:
             raise AgreementError(f"{what} of ranks {missing} are missing, and they are of another plan: {REMEDY}")
         return saved if is_same else None
 
-    def owed(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the gradients that this rank has kept back so far, each with a name."""
-        memories = {one.layer: one.codecs.gradients for one in self.replicas if one.codecs is not None}
-        for name, sync in self._groups.items():
-            kept = sync.memory
-            memories |= {f"{name} sums": kept.sums, f"{name} results": kept.results, f"{name} rounded": kept.rounded}
-        for name, gradients in memories.items():
-            for level, span, residual in gradients.undelivered():
-                yield f"{name} {level} {span.name} {span.start}", residual
+from ds_hybridep.sync.error_feedback import ErrorFeedback
+from ds_hybridep.sync.transaction import Transaction
         for one in self.waiting.records():
             yield f"{one.name} {one.start}", one.values
 
@@ -196,6 +190,11 @@ class CodecCheckpoint:
     @property
     def replicas(self) -> list[Replicas]:
         return [layer.replicas for layer in self._migration.layers]
+
+
+def _residuals_of(name: str, gradients: ErrorFeedback) -> Iterator[tuple[str, Tensor]]:
+    for level, span, residual in gradients.undelivered():
+        yield f"{name} {level} {span.name} {span.start}", residual
 
 
 # -- files --------------------------------------------------------------------------------------------------------

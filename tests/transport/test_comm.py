@@ -22,7 +22,7 @@ from torch import distributed as dist
 from ds_hybridep.config import parse_config
 from ds_hybridep.errors import AgreementError, CommunicationError, ConfigError, UnsupportedError
 from ds_hybridep.geometry.cluster import Cluster, Level, LinkSpeed
-from ds_hybridep.transport.agreement import agree, announcing_failure, together
+from ds_hybridep.transport.agreement import agree, announcing_failure, result_of_rank_0, together
 from ds_hybridep.transport.channels import Purpose
 from ds_hybridep.transport.job import backends_of
 
