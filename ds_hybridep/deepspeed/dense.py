@@ -148,13 +148,7 @@ class DenseSync:
     # -- around the optimizer step ----------------------------------------------------------------------------------
 
     def before_step(self) -> None:
-        """Call before the optimizer step.  From here on the averaged gradients of the step are final:
-
-        ZeRO 0            `.grad` of every parameter
-        BF16_Optimizer    `fp32_groups_gradients_flat`, whole on every rank
-        ZeRO 1 and 2      `averaged_gradients`, those of this rank's partitions
-          with offload    `.grad` of the fp32 weights on the host
-        """
+        """Call before the optimizer step.  The averaged gradients, which engine_view.py names, are final now."""
         self._is_stepping, self._gathers = True, []
 
     def before_change(self) -> None:

@@ -7,7 +7,7 @@
     Zero12View    DeepSpeedZeroOptimizer (ZeRO 1, 2)      slices of the own partition            own partition, fp32
     Zero3View     DeepSpeedZeroOptimizer_Stage3           own part of each parameter             own parts, fp32
 
-With optimizer offload, what ZeRO holds is on the host.  `view_of` returns the view of an engine.
+With optimizer offload, averaged gradients are `.grad` of the fp32 weights on the host.  `view_of` returns a view.
 """
 
 from abc import ABC, abstractmethod

@@ -138,7 +138,9 @@ while engine.global_steps < last_step():
         engine.step()
     losses[step] = total / options["accumulation"]
     if options["tell"] and rank == 0:
-        Path(options["tell"]).write_text(str(engine.global_steps))
+        told = Path(f"{options['tell']}.partial")
+        told.write_text(str(engine.global_steps))
+        told.replace(options["tell"])  # who reads it finds the old number or the new one
     time.sleep(options["pause_s"])
 digest = hashlib.sha256()
 for parameter in model.parameters():
