@@ -23,8 +23,8 @@ from ds_hybridep.experts.replicas import Replicas
 from ds_hybridep.runtime.build import PlannedLayer
 from ds_hybridep.runtime.hot_experts import HotExperts
 from ds_hybridep.sync.dense import GroupSync
+from ds_hybridep.sync.error_feedback import ErrorFeedback
 from ds_hybridep.sync.transaction import Transaction
-from ds_hybridep.sync.gradients import GradientMemory, StepChanges
 from ds_hybridep.sync.undelivered import Undelivered, UndeliveredGradients, collect, kept_back_in
 from ds_hybridep.transport.agreement import agree, announcing_failure
 from ds_hybridep.transport.channels import Transport
@@ -144,8 +144,18 @@ class CodecCheckpoint:
             raise AgreementError(f"{what} of ranks {missing} are missing, and they are of another plan: {REMEDY}")
         return saved if is_same else None
 
-from ds_hybridep.sync.error_feedback import ErrorFeedback
-from ds_hybridep.sync.transaction import Transaction
+    def owed_to_experts(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield residuals of experts' gradients so far, each with a name; read them in the side stream."""
+        for replicas in self.replicas:
+            if replicas.codecs is not None:
+                yield from _residuals_of(replicas.layer, replicas.codecs.gradients)
+
+    def owed_to_others(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield residuals of sums of groups so far, and what waits at parameters, each with a name."""
+        for name, sync in self._groups.items():
+            kept = sync.memory
+            for kind, gradients in (("sums", kept.sums), ("results", kept.results), ("rounded", kept.rounded)):
+                yield from _residuals_of(f"{name} {kind}", gradients)
         for one in self.waiting.records():
             yield f"{one.name} {one.start}", one.values
 

@@ -96,5 +96,5 @@ def test_getting_started_shows_the_line_of_a_plan() -> None:
     config = parse_config({"levels": levels}, world_size=4)
     spec: Any = SimpleNamespace(sample=torch.ones(1))
     layer = PlannedLayer(spec, Partition.build(config.cluster(), range(4), config.domain_sizes), "direct")
-    line = describe([layer] * 4, config, (), "compiled", "no replicas")
+    line = describe([layer] * 4, config, (), "compiled", memory="no replicas")
     assert line.startswith(shown.removesuffix("..."))

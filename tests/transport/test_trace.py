@@ -90,8 +90,8 @@ def test_every_transfer_of_every_layer_is_a_row_inside_the_window(traces: Traces
 def test_gradients_start_inside_the_backward_of_their_layer(traces: Traces) -> None:
     """The two clocks are one axis: what starts a return is a range of the profiler, the return a row of ours."""
     for layers, trace in traces:
-        starters = by_time(one for layer in layers for one in named(trace, f"hybridep::acquire_backward::{layer}"))
-        ends = {layer: iter(by_time(named(trace, f"hybridep::prefetch_backward::{layer}"))) for layer in layers}
+        starters = by_time(one for layer in layers for one in named(trace, f"hybridep::start_return::{layer}"))
+        ends = {layer: iter(by_time(named(trace, f"hybridep::finish_return::{layer}"))) for layer in layers}
         returns = by_time(event for event in transfers_of(trace) if event["args"]["kind"] == "expert_gradients")
         assert len(returns) == NUM_STEPS * len(layers)
         left_ts = 0.0  # when the layer before was left
