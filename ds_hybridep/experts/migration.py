@@ -61,6 +61,7 @@ class LayerExperts:
                  any --weights change outside a step--> STALE
     gradients    EMPTY --add_gradients--> ACCUMULATING --start_return--> RETURNING --finish_return--> EMPTY
                  ACCUMULATING or RETURNING --drop_gradients--> EMPTY
+                 RETURNING --finish_unused_return--> EMPTY
     """
 
     replicas: Replicas
@@ -115,6 +116,7 @@ class LayerExperts:
         self.gradient_pipeline.start(handle.operation)
         self.returning, self.gradients = handle, Gradients.RETURNING
 
+    @outliving_inference()
     def finish_return(self, handle: ReturnHandle) -> list[Tensor]:
         """Go from RETURNING to EMPTY.  Returns what came back for the owned experts, fp32."""
         if handle.collected is None:
@@ -129,11 +131,16 @@ class LayerExperts:
 
         Waits for a return under way, which a backward that failed has left, since its other ranks go on with it.
         """
-        if self.returning is not None:
-            self.finish_return(self.returning)
+        self.finish_unused_return()
         if self.gradients is Gradients.ACCUMULATING:
             self.replicas.drop_all_sums()
             self.gradients = Gradients.EMPTY
+
+    def finish_unused_return(self) -> None:
+        """Go from RETURNING to EMPTY: wait, and forget what came back.  CommunicationError if it does not come."""
+        if (handle := self.returning) is not None:
+            self.finish_return(handle)
+            handle.operation = handle.collected = None  # the graph of a backward that failed may live on
 
     def refuse_changed(self) -> None:
         """Raise VerificationError if torch has counted a write to owned parameters since they were shipped.
@@ -321,8 +328,7 @@ class MigrationManager:
     def finish_returns(self) -> None:
         """Wait for returns under way; their gradients are not used."""
         for layer in self.layers:
-            if layer.returning is not None:
-                layer.finish_return(layer.returning)
+            layer.finish_unused_return()
 
     def finish_shipments(self) -> None:
         for layer in self.layers:

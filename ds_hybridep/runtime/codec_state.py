@@ -177,6 +177,7 @@ class CodecCheckpoint:
 
     def forget(self) -> None:
         """Call after weights were loaded: drops residuals, and lets the next forward ship the weights."""
+        self._migration.finish_returns()  # a backward that failed may have left some, with packets of before
         self._transaction.commit()  # changes from before the load cannot be undone
         self.waiting.remove()
         self._migration.mark_weights_changed()

@@ -64,37 +64,35 @@ class GradientSender:
         If it fails, residuals are as before.
         """
         message, packets = layout.new_message(self._home.device)
-        residuals: list[tuple[PacketPart, Tensor]] = []
+        left: list[tuple[_SentSpan, Tensor]] = []
         for part, gradient, out in zip(layout.parts, gradients, packets, strict=True):
-            spans = self._change(part)
+            sent = self._before_change(part)
             unscaled = part.as_matrices(gradient)
             unscaled = unscaled / scale if scale != 1.0 else unscaled
             residual = self._residual_of(part)
-            layout.codec.encode_with_residual(unscaled, residual, spans[0].state, out=out)
-            for span in spans[1:]:
-                span.state.step += 1
-            residuals.append((part, residual))
-        for part, residual in residuals:
-            self._store(part, residual)
+            # Neighbouring vectors share a packet.  The state of the first one encodes it, and the others' count it.
+            layout.codec.encode_with_residual(unscaled, residual, sent[0].state, out=out)
+            for other in sent[1:]:
+                other.state.step += 1
+            left += self._stored(part, residual)  # now, so that only one part at a time is fp32 on the device
+        _keep(left)
         return message
 
     def take(self, parts: Sequence[PacketPart], sums: Sequence[Tensor], scale: float) -> None:
         """Move residuals, times the loss scale, to `sums` ([e, *shape] fp32 for each part)."""
         for part, total in zip(parts, sums, strict=True):
-            spans = self._change(part)
+            sent = self._before_change(part)
             residual = self._residual_of(part)
             total.view(residual.shape).add_(residual, alpha=scale)
-            for span in spans:
-                span.residual = self._home.store(torch.zeros_like(span.residual))
-                span.count += 1
+            _keep([(one, self._home.store(torch.zeros_like(one.residual))) for one in sent])
 
     def leave_out(self, parts: Sequence[PacketPart], lost: Sequence[Tensor], scale: float) -> None:
         """Add to residuals what was lost behind the codec, times the loss scale ([e, *shape] fp32 for each part)."""
         for part, more in zip(parts, lost, strict=True):
-            self._change(part)
+            self._before_change(part)
             residual = self._residual_of(part)
             residual += torch.where(more.isfinite(), more, 0.0).view(residual.shape) / scale
-            self._store(part, residual)
+            _keep(self._stored(part, residual))
 
     def prepare(self, part: PacketPart) -> None:
         """Allocate now what is kept of a part; otherwise its first message does."""
@@ -116,14 +114,14 @@ class GradientSender:
     def _new_state(self, shape: tuple[int, int, int]) -> CodecState:
         return CodecState() if self.codec is None else self.codec.new_state(*shape, device=self._home.device)
 
-    def _change(self, part: PacketPart) -> list[_SentSpan]:
-        """Return what is kept of a part's spans, which are about to change."""
+    def _before_change(self, part: PacketPart) -> list[_SentSpan]:
+        """Join the transaction, and return what is kept of a part's spans, which are about to change."""
         self._transaction.join(self)
-        spans = [self._sent_span(part, span) for span in part.spans]
-        for span, sent in zip(part.spans, spans, strict=True):
+        found = [self._sent_span(part, span) for span in part.spans]
+        for span, sent in zip(part.spans, found, strict=True):
             if span not in self._before:
                 self._before[span] = _SentSpan(sent.shape, sent.state.copy(), sent.residual, sent.count)
-        return spans
+        return found
 
     def commit(self) -> None:
         self._before.clear()
@@ -150,17 +148,18 @@ class GradientSender:
         shape = part.num_experts, part.rows, part.cols
         return found[0].view(shape) if len(found) == 1 else torch.cat([one.view(-1) for one in found]).view(shape)
 
-    def _store(self, part: PacketPart, residual: Tensor) -> None:
-        """Keep the next residual of a part, fp32 [e, rows, cols]."""
+    def _stored(self, part: PacketPart, residual: Tensor) -> list[tuple[_SentSpan, Tensor]]:
+        """Return a part's next residual, fp32 [e, rows, cols], as it is stored for each span."""
         runs = residual.view(-1).split([span.num_elements for span in part.spans])
+        found = []
         for span, run in zip(part.spans, runs, strict=True):
             sent = self._sent[span]
             left = run.view(sent.shape)
             if sent.residual.dtype == torch.int16:
                 seed = zlib.crc32(f"{self._name} {(span.name, span.start)}".encode())
                 left = compact(left, mix(seed ^ mix(sent.count & 0xFFFFFFFF)))
-            sent.residual = self._home.store(left)
-            sent.count += 1
+            found.append((sent, self._home.store(left)))
+        return found
 
     def squared_residual(self) -> float:
         """Return the sum of squares of what was not delivered yet."""
@@ -175,7 +174,8 @@ class GradientSender:
     @property
     def residuals(self) -> list[Tensor]:
         """Residuals as they are stored: after the step under way, and before it where it has changed them."""
-        return [sent.residual for spans in (self._sent, self._before) for sent in spans.values()]
+        found = {id(sent.residual): sent.residual for spans in (self._sent, self._before) for sent in spans.values()}
+        return list(found.values())
 
     @property
     def states(self) -> list[CodecState]:
@@ -210,6 +210,13 @@ class GradientSender:
         state.load_state_dict(saved["state"])
         span = Span(name, (), start, n * rows * cols)
         self._sent[span] = _SentSpan((n, rows, cols), state, residual, saved["count"])
+
+
+def _keep(stored: Sequence[tuple[_SentSpan, Tensor]]) -> None:
+    """Let residuals, as they are stored, take the place of the earlier ones."""
+    for sent, residual in stored:
+        sent.residual = residual
+        sent.count += 1
 
 
 class GradientReceiver:

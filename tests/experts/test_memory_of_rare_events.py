@@ -39,19 +39,18 @@ def test_verification_makes_no_copies_of_the_weights() -> None:
         from ds_hybridep.experts.replicas import Replicas
         from ds_hybridep.experts.verification import checksums
         from ds_hybridep.kernels import load_kernels
-        from ds_hybridep.plan.cluster import Cluster, Level
-        from ds_hybridep.plan.partition import Partition
         from ds_hybridep.sync.slot_codecs import Encoding
         from ds_hybridep.sync.transaction import Transaction
         from ds_hybridep.geometry.cluster import Cluster, Level
         from ds_hybridep.geometry.partition import Partition
-        from ds_hybridep.sync.feedback import Encoding
-        from ds_hybridep.sync.gradients import StepChanges
 
         experts = [torch.nn.Linear(8192, 4096, bias=False)]  # 128 MiB, and as much for each slot
         partition = Partition.build(Cluster((Level("dc", 2),)), (0, 1), (2,))
         stages = gather_stages(partition, 0)
-        replicas = Replicas("layer", experts, partition, stages, 0, Encoding((None,), (None,)), Transaction())
+        encoding = Encoding((None,), (None,))
+        replicas = Replicas(
+            "layer", experts, partition, stages, rank=0, encoding=encoding, transaction=Transaction()
+        )
         kernels = load_kernels("reference")
         kernels.bit_sums(torch.zeros(4 * 2**20))
 

@@ -66,9 +66,11 @@ def test_gradients_that_are_dropped_on_their_way_are_taken_in_first(layer: Layer
     handle = ReturnHandle()
     layer.add_gradients([])
     layer.start_return(handle)
+    under_way = handle.operation
     layer.drop_gradients()
-    layer.gradient_pipeline.wait.assert_called_once_with(handle.operation)
+    layer.gradient_pipeline.wait.assert_called_once_with(under_way)
     assert (layer.gradients, layer.returning) == (Gradients.EMPTY, None)
+    assert (handle.operation, handle.collected) == (None, None)  # nothing is kept for a graph that may live on
 
 
 def test_gradients_that_are_dropped_before_they_leave_need_no_wait(layer: LayerExperts) -> None:

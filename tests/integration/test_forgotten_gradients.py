@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Gradients that somebody forgets, and parameters that somebody changes, behind the engine's back."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -183,12 +184,13 @@ def spike_twice_on_the_host(case: Case) -> tuple[str, str]:
         return error_of(spike, engine, case, "nothing")
 
 
-def fail_in_a_backward(case: Case) -> dict[str, Any]:
-    """Losses of four steps, with and without a backward before the third that fails and is dropped."""
+def fail_in_a_backward(case: Case, recovery: Sequence[str], folder: str) -> dict[str, Any]:
+    """Losses of four steps, with and without a backward before the third that fails and from which all recover."""
     block, found = block_with(case, [("identity", COARSE)], advanced={"prefetch_depth": 1}), {}
     for name in ("undisturbed", "failed"):
         with engine_of(case, with_block=True, hybridep=block) as engine:
             losses = train(engine, case, 0, 2)
+            engine.save_checkpoint(folder, tag=name)
             if name == "failed":
                 # After the last layer has started its return, and before the node that would wait for it.
                 first = moe_layers(engine.module)[0]
@@ -197,7 +199,8 @@ def fail_in_a_backward(case: Case) -> dict[str, Any]:
                 handle.remove()
                 with pytest.raises(ZeroDivisionError):
                     engine.backward(loss)
-                engine.zero_grad()
+                for one in recovery:
+                    engine.zero_grad() if one == "zero_grad" else engine.load_checkpoint(folder, tag=name)
             found[name] = losses + train(engine, case, 2, 2)
             found[f"residuals, {name}"] = [float(residual.double().sum()) for residual in residuals_of(engine)]
     return found
@@ -285,8 +288,8 @@ KINDS: list[dict[str, Any]] = [
     {"zero_stage": 1},
     {"zero_stage": 2, "accumulation": 2},
     {"zero_stage": 3, "family": "mixtral"},
-    slow({"zero_stage": 2, "accumulation": 2, "offload": "both"}),
-    slow({"zero_stage": 3, "family": "mixtral", "offload": "both"}),
+    {"zero_stage": 2, "accumulation": 2, "offload": "both"},
+    {"zero_stage": 3, "family": "mixtral", "offload": "both"},
 ]
 LEFT_OUT = [(KINDS[0], "nothing"), (KINDS[1], "optimizer.zero_grad()"), (KINDS[4], "nothing")]
 LEFT_OUT += [slow(kind, how) for kind in KINDS for how in DROPS if (kind, how) not in LEFT_OUT]
@@ -361,8 +364,11 @@ def test_a_step_left_out_that_deepspeed_mixes_with_an_earlier_one_is_refused(poo
         assert "zero_optimization.offload_optimizer" in message
 
 
-def test_a_backward_that_fails_and_is_dropped_loses_no_later_gradients(pool2: ProcessPool) -> None:
-    for found in pool2.run(fail_in_a_backward, case=world2()):
+@pytest.mark.parametrize("recovery", [["zero_grad"], ["load", "zero_grad"], slow(["zero_grad", "load"])])
+def test_a_backward_that_fails_and_is_dropped_loses_no_later_gradients(
+    pool2: ProcessPool, recovery: list[str], tmp_path: Path
+) -> None:
+    for found in pool2.run(fail_in_a_backward, case=world2(), recovery=recovery, folder=str(tmp_path)):
         assert found["failed"] == found["undisturbed"]  # bit for bit
         assert found["residuals, failed"] == found["residuals, undisturbed"]
 

@@ -95,6 +95,7 @@ def test_getting_started_shows_the_line_of_a_plan() -> None:
     levels = [{"name": "dc", "size": 2, "domain_size": 2}, {"name": "gpu", "size": 2}]
     config = parse_config({"levels": levels}, world_size=4)
     spec: Any = SimpleNamespace(sample=torch.ones(1))
-    layer = PlannedLayer(spec, Partition.build(config.cluster(), range(4), config.domain_sizes), "direct")
+    partition = Partition.build(config.cluster(), range(4), config.domain_sizes)
+    layer = PlannedLayer(spec, partition, plan_of(config, partition.spans, "direct"))
     line = describe([layer] * 4, config, (), "compiled", memory="no replicas")
     assert line.startswith(shown.removesuffix("..."))

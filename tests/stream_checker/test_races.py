@@ -15,7 +15,7 @@ from parity import Case, levels_of
 from process_pool import ProcessPool
 from torch import distributed as dist
 from toy_model import ToyConfig
-from training import batch_of, block_with, engine_of, evaluate, train
+from training import batch_of, block_with, engine_of, evaluate, runtime_of, train
 
 import ds_hybridep
 from ds_hybridep.geometry.cluster import Cluster, Level
@@ -60,6 +60,7 @@ def train_over_fake_streams(
                 engine.step()
             if settings["report_interval"]:
                 ds_hybridep.stats(engine)
+                runtime_of(engine).statistics.local()  # as a report reads it, without the waits of checksums behind it
                 for parameter in engine.module.parameters():  # a script may change weights after it
                     parameter.data.mul_(1.0)
             engine.destroy()  # while weights are on their way

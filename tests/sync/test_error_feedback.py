@@ -103,6 +103,24 @@ def test_an_encoding_that_fails_loses_no_residual() -> None:
     assert all(map(torch.equal, before, sender.residuals()))
 
 
+def test_an_encoding_without_memory_for_its_residuals_loses_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory ends while the second part's residual is stored, which only a patch of `store` can bring about."""
+    sender = Sender("int4", part_of(), part_of(name="other"))
+    sender.encode(normal(1), normal(2))
+    before, stored = sender.residuals(), []
+
+    def store(home: Home, work: torch.Tensor) -> torch.Tensor:
+        stored.append(work)
+        if len(stored) == 2:
+            raise torch.OutOfMemoryError
+        return work
+
+    monkeypatch.setattr(Home, "store", store)
+    with pytest.raises(torch.OutOfMemoryError):
+        sender.encode(normal(3), normal(4))
+    assert all(map(torch.equal, before, sender.residuals()))
+
+
 def test_a_message_that_is_lost_or_comes_twice_is_an_error() -> None:
     sender = Sender("int4", part_of())
     first, second = sender.encode(normal(1)), sender.encode(normal(2))
