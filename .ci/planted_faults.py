@@ -134,7 +134,7 @@ FAULTS = (
     ),
     Fault(
         "a micro-step is lost",
-        "sync/dense.py",
+        "sync/group_sync.py",
         "total += earlier",
         "total += 0 * earlier",
         "tests/sync/test_sync_rules.py::test_a_parameter_that_one_micro_step_leaves_out",
@@ -142,8 +142,8 @@ FAULTS = (
     Fault(
         "a gradient without its gate weight",
         "tokens/layer.py",
-        "grad.contiguous(), expert_rows, ctx.plan.slot_to_row, row_weights",
-        "grad.contiguous(), expert_rows, ctx.plan.slot_to_row, torch.ones_like(row_weights)",
+        "grad.contiguous(), expert_rows, ctx.routes.slot_to_row, row_weights",
+        "grad.contiguous(), expert_rows, ctx.routes.slot_to_row, torch.ones_like(row_weights)",
         "tests/tokens/test_dispatch.py::test_layer_equals_the_dense_one",
     ),
     Fault(

@@ -28,7 +28,7 @@ from benchmarks.common import Record, Records, codec_settings, table
 from ds_hybridep.codecs import make_codec
 from ds_hybridep.errors import KernelBuildError
 from ds_hybridep.geometry.row_format import RowFormat, record_bytes
-from ds_hybridep.kernels import RoutePlan, load_kernels
+from ds_hybridep.kernels import Routes, load_kernels
 
 COPY_BYTES = 2**31  # read, and as many written
 WARM_UP, CALLS = 5, 30
@@ -86,7 +86,7 @@ def copy_bytes_per_s() -> float:
     return 2 * COPY_BYTES / (statistics.median(times_us(lambda turn: target.copy_(source), 1)) * 1e-6)
 
 
-def deepspeed_slots(plan: RoutePlan, capacity: int) -> Tensor:
+def deepspeed_slots(plan: Routes, capacity: int) -> Tensor:
     """The routes of `plan` as slot numbers of DeepSpeed's [E, capacity] buffer, [K, T] int64."""
     counts = plan.rows_per_destination
     first_row = torch.cumsum(counts, 0) - counts

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from ds_hybridep.geometry.cluster import Cluster, Level
-from ds_hybridep.sync.dense import GroupSync
+from ds_hybridep.sync.group_sync import GroupSync
 from ds_hybridep.sync.slot_codecs import Encoding
 from ds_hybridep.sync.transaction import Transaction
 from ds_hybridep.transport.channels import Channel, Purpose, Transport

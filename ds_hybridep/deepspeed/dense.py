@@ -27,7 +27,7 @@ from ds_hybridep.geometry.partition import Partition
 from ds_hybridep.geometry.slots import Span, cut, whole
 from ds_hybridep.runtime.build import DENSE
 from ds_hybridep.runtime.log import log_dist
-from ds_hybridep.sync.dense import GroupSync
+from ds_hybridep.sync.group_sync import GroupSync
 from ds_hybridep.transport.job import group_ranks
 
 EXPERTS = "experts of "
@@ -81,10 +81,12 @@ class DenseSync:
 
     DeepSpeed calls in at these places, with the process group that it would use itself:
 
-        sum for all ranks     engine.allreduce_bucket         whole gradients: ZeRO 0, and BF16_Optimizer
-        sum for the owners    optimizer.allreduce_bucket      slices of gradients: ZeRO 1 and 2
+        sum for all ranks     engine.allreduce_bucket             whole gradients: ZeRO 0, and BF16_Optimizer
+        ZeRO 1 and 2, in this order:
+          labels              optimizer.allreduce_and_scatter     DeepSpeed has divided the slices of a bucket already
+          sum for the owners  optimizer.allreduce_bucket          DeepSpeed copies each owner's slice from the result
         norms and overflow    see `GradientNorms`
-        gather of parameters  all_gather_dp_groups            a function that all optimizers call
+        gather of parameters  all_gather_dp_groups                a function that all optimizers call
 
     A *label* on a tensor that it sums says which parts of which parameters the tensor consists of.
 
@@ -230,8 +232,8 @@ class DenseSync:
         if sync is None or len(labels) != len(bucket):
             return original(bucket, communication_data_type, **kwargs)
         total: Tensor = self._optimizer.flatten(bucket).to(communication_data_type)
-        if all(len(label.readers) == 1 for label in labels):
-            slices = [(owner, span) for label in labels for owner in label.readers for span in label.spans]
+        if all(len(label.owners) == 1 for label in labels):
+            slices = [(owner, span) for label in labels for owner in label.owners for span in label.spans]
             # ZeRO 2 adds up what the sums of each micro-step leave in the owner's slices; ZeRO 1 sums once.
             is_last = not self._optimizer.partition_gradients or self._is_boundary()
             sync.reduce_to_owners(total, slices, is_last=is_last)
@@ -320,11 +322,11 @@ def _gather_by_level(original: Callable[..., Any]) -> Callable[..., None]:
 class _Label:
     """What a tensor that DeepSpeed sums consists of.
 
-    readers: ranks of the group that need the sum; empty if all do.
+    owners: indices in the group of the ranks that need the sum; empty if all do.
     """
 
     spans: Sequence[Span]
-    readers: frozenset[int] = frozenset()
+    owners: frozenset[int] = frozenset()
 
 
 def _padded(spans: list[Span], num_elements: int) -> list[Span]:

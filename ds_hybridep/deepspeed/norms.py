@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ds_hybridep.deepspeed.engine_view import Zero12View
 from ds_hybridep.deepspeed.patches import ZERO_OPTIMIZER, Patches
-from ds_hybridep.sync.dense import GroupSync
+from ds_hybridep.sync.group_sync import GroupSync
 
 
 class GradientNorms:

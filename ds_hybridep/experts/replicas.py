@@ -308,7 +308,9 @@ class Replicas:
         """Make now what is kept of all gradients that leave this rank; otherwise it is made at its first use."""
         if (codecs := self.codecs) is not None:
             for stage in (one for one in self.stages if codecs.gradients.codecs[one.level] is not None):
-                for part in (part for peer in stage.peers for slot in peer.receives for part in codecs.parts[slot]):
+                for part in (
+                    part for peer in stage.peers for slot in peer.weights_from for part in codecs.parts[slot]
+                ):
                     codecs.gradients.senders[stage.level].prepare(part)
 
     def free_sent(self) -> None:

@@ -37,17 +37,18 @@ class RouteStage:
 def build_route(partition: Partition, rank: int, num_experts: int, exchange: TokenExchange) -> tuple[RouteStage, ...]:
     """Stages that bring a row of `rank` to its peer in the domain of every expert that the row needs.
 
+    A peer is the rank with the same offset in another domain: not the expert's owner, but it holds a replica.
     Direct: one stage to the peers in all domains. Hierarchical: one for each level with several domains, slowest
-    first; between stages, the caller drops experts for which a row went elsewhere. With one domain there is no stage.
+    first; between stages, `plan_routes` drops experts for which a row went elsewhere. One domain: no stage.
     """
     experts_per_rank = partition.experts_per_rank(num_experts)
     rank_domain = partition.domain_of(rank)
     if partition.num_domains == 1:
         return ()
     if exchange == "direct":
-        owners = [partition.domain_index(owner) for owner in partition.group_ranks]
+        domain_indices = [partition.domain_index(owner) for owner in partition.group_ranks]
         peers = tuple(partition.peer_of(rank, domain_index) for domain_index in range(partition.num_domains))
-        return (RouteStage(None, peers, partition.domain_index(rank), _per_expert(owners, experts_per_rank)),)
+        return (RouteStage(None, peers, partition.domain_index(rank), _per_expert(domain_indices, experts_per_rank)),)
     owner_domains = [partition.domain_of(owner) for owner in partition.group_ranks]
     return tuple(
         RouteStage(

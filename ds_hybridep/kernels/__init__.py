@@ -8,13 +8,13 @@ Legend: T tokens, K top_k, D hidden, R rows, N destinations, E experts.
 
 from ds_hybridep.kernels.build import Kernels, Mode, load_codec_kernels, load_kernels
 from ds_hybridep.kernels.codecs import CompiledCodecs, Source, require_dense_rows
-from ds_hybridep.kernels.compiled import RoutePlan
+from ds_hybridep.kernels.compiled import Routes
 
 __all__ = [
     "CompiledCodecs",
     "Kernels",
     "Mode",
-    "RoutePlan",
+    "Routes",
     "Source",
     "load_codec_kernels",
     "load_kernels",

@@ -24,8 +24,8 @@ Lane = Callable[[torch.device], AbstractContextManager[int]]
 
 
 @dataclass(frozen=True, kw_only=True)
-class RoutePlan:
-    """Which token is sent to which destination, and where each (token, k) slot finds its row afterwards.
+class Routes:
+    """Which token is sent to which destination, and where each slot, a (token, k), finds its row afterwards.
 
     Rows are sorted by destination, then by token; a token whose slots share a destination has one row there.
     Example, T = 2, K = 2, experts 0 and 1 at destination 0, expert 2 at destination 1:
@@ -62,7 +62,7 @@ class CompiledKernels:
         self.lane: Lane = lambda device: nullcontext(torch.get_num_threads())
         self._rows = extension  # what moves and sums rows
 
-    def plan_routes(self, topk_idx: Tensor, expert_to_destination: Tensor, num_destinations: int) -> RoutePlan:
+    def plan_routes(self, topk_idx: Tensor, expert_to_destination: Tensor, num_destinations: int) -> Routes:
         sizes = sizes_of("plan_routes", *"TKE", topk_idx=topk_idx, expert_to_destination=expert_to_destination)
         num_tokens, top_k, _ = sizes
         self._device_of(topk_idx=topk_idx, expert_to_destination=expert_to_destination)
@@ -72,7 +72,7 @@ class CompiledKernels:
         rows_per_destination = torch.empty(num_destinations, dtype=torch.int64)
         routes = (topk_idx, expert_to_destination, *sizes, num_destinations, num_chunks, chunk_rows)
         num_rows = call(extension.plan_count, *routes, rows_per_destination)
-        plan = RoutePlan(
+        plan = Routes(
             rows_per_destination=rows_per_destination,
             row_to_token=torch.empty(num_rows, dtype=torch.int64),
             row_topk_idx=torch.empty(num_rows, top_k, dtype=torch.int32),

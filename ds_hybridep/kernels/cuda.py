@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from ds_hybridep.kernels.compiled import CompiledKernels, Lane, RoutePlan, call, sizes_of
+from ds_hybridep.kernels.compiled import CompiledKernels, Lane, Routes, call, sizes_of
 
 ROW_OPERATIONS = ("dispatch_rows", "quantise_rows", "dequantise_rows", "combine_rows", "combine_rows_backward")
 
@@ -43,7 +43,7 @@ class CudaKernels(CompiledKernels):
             on_few = {name: partial(getattr(extension, f"{name}_on"), dispatch_sms) for name in ROW_OPERATIONS}
             self._rows = SimpleNamespace(**on_few)
 
-    def plan_routes(self, topk_idx: Tensor, expert_to_destination: Tensor, num_destinations: int) -> RoutePlan:
+    def plan_routes(self, topk_idx: Tensor, expert_to_destination: Tensor, num_destinations: int) -> Routes:
         """Make the plan on the device, with room for the most rows there can be; only counts go to the host."""
         sizes = sizes_of("plan_routes", *"TKE", topk_idx=topk_idx, expert_to_destination=expert_to_destination)
         num_tokens, top_k, num_experts = sizes
@@ -70,7 +70,7 @@ class CudaKernels(CompiledKernels):
                 found = mark & 0xFFFFFFFF
                 raise ValueError(f"{name}: holds {found}, but there are {limit} {of_what}: wanted ids below {limit}")
         num_rows = sum(splits)
-        return RoutePlan(
+        return Routes(
             rows_per_destination=counts[:num_destinations],
             row_to_token=row_to_token[:num_rows],
             row_topk_idx=row_topk_idx[:num_rows],

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from ds_hybridep.geometry.row_format import SCALE_BLOCK, RowFormat, num_scales, record_bytes
-from ds_hybridep.kernels.compiled import RoutePlan, require_contiguous, require_records, sizes_of
+from ds_hybridep.kernels.compiled import Routes, require_contiguous, require_records, sizes_of
 
 FP32_BIAS, FP32_INFINITY, NOT_FINITE = 127, 0x7F800000, 255
 SMALLEST_EXPONENT = 17  # scale 2^-110, so that no step of a format is a subnormal number, which processors may flush
@@ -36,7 +36,7 @@ class ReferenceKernels:
 
     name: str = "reference"  # what logs and benchmark records call this implementation
 
-    def plan_routes(self, topk_idx: Tensor, expert_to_destination: Tensor, num_destinations: int) -> RoutePlan:
+    def plan_routes(self, topk_idx: Tensor, expert_to_destination: Tensor, num_destinations: int) -> Routes:
         """Choose the rows to send to each of N destinations.
 
         topk_idx: [T, K] int32, expert of each slot; negative if the slot was dropped.
@@ -75,7 +75,7 @@ class ReferenceKernels:
         slot_to_row = torch.where(slot_destination == nowhere, -1, first_slot_to_row.gather(1, first_slot))
         is_here = slot_destination[row_to_token] == row_key[row_slot].unsqueeze(1)  # [R, K]
         row_topk_idx = torch.where(is_here, topk_idx[row_to_token], -1)
-        return RoutePlan(
+        return Routes(
             rows_per_destination=rows_per_destination,
             row_to_token=row_to_token,
             row_topk_idx=row_topk_idx,

@@ -22,8 +22,8 @@ from ds_hybridep.experts.migration import MigrationManager
 from ds_hybridep.experts.replicas import Replicas
 from ds_hybridep.runtime.build import PlannedLayer
 from ds_hybridep.runtime.hot_experts import HotExperts
-from ds_hybridep.sync.dense import GroupSync
 from ds_hybridep.sync.error_feedback import ErrorFeedback
+from ds_hybridep.sync.group_sync import GroupSync
 from ds_hybridep.sync.transaction import Transaction
 from ds_hybridep.sync.undelivered import Undelivered, UndeliveredGradients, collect, kept_back_in
 from ds_hybridep.transport.agreement import agree, announcing_failure

@@ -22,7 +22,7 @@ from ds_hybridep.runtime.build import DENSE, Builder, Facts, PlannedLayer, descr
 from ds_hybridep.runtime.codec_state import CodecCheckpoint
 from ds_hybridep.runtime.hot_experts import HotExperts
 from ds_hybridep.runtime.statistics import RuntimeStatistics
-from ds_hybridep.sync.dense import GroupSync
+from ds_hybridep.sync.group_sync import GroupSync
 from ds_hybridep.sync.messages import squared_norm
 from ds_hybridep.sync.transaction import Transaction
 from ds_hybridep.sync.undelivered import GradientTarget, Undelivered, UndeliveredGradients

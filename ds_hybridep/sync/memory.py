@@ -3,7 +3,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, astuple
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,6 +20,13 @@ from ds_hybridep.sync.stages import SlotKey
 from ds_hybridep.sync.transaction import Transaction
 
 MOST_BUFFERS = 64  # whose layouts are remembered; they follow from their spans
+
+
+class BufferCodecs(NamedTuple):
+    """The codecs of a flat buffer of gradients: on the way to the owners, and of the sums on the way to all ranks."""
+
+    to_owners: SlotCodecs
+    to_all: SlotCodecs
 
 
 class CodecMemory:
@@ -52,7 +59,7 @@ class CodecMemory:
         self.parameters: dict[str, ParameterCodecs] = {}  # by dtype and spans
         self.counters = CodecCounters()  # what codecs did
         self._nothing = ErrorFeedback("", (), Home(device), transaction, rank=rank)
-        self._buffers: dict[str, tuple[SlotCodecs, SlotCodecs]] = {}  # by dtype and spans, the latest ones
+        self._buffers: dict[str, BufferCodecs] = {}  # by dtype and spans, the latest ones
         self._slices: dict[Span, list[tuple[int, Span]]] = {}  # of sums for all ranks: (slot, part of the span)
         self._saved_parameters: dict[str, Any] = {}  # states of buffers that were not asked for yet
         self._num_ranks = num_ranks
@@ -80,8 +87,8 @@ class CodecMemory:
 
     # -- buffers ----------------------------------------------------------------------------------------------------
 
-    def gradient_codecs(self, spans: Sequence[tuple[Span, ...]], like: Tensor) -> tuple[SlotCodecs, SlotCodecs] | None:
-        """Return the codecs of a flat buffer of gradients: on the way to the owners, and of sums to all ranks.
+    def gradient_codecs(self, spans: Sequence[tuple[Span, ...]], like: Tensor) -> BufferCodecs | None:
+        """Return the codecs of a flat buffer of gradients.
 
         None if they travel as they are, for example because a span has no name.  spans: by slot.
         """
@@ -94,7 +101,10 @@ class CodecMemory:
             parts: dict[SlotKey, tuple[PacketPart, ...]] = {
                 slot: parts_of(held, like.dtype) for slot, held in enumerate(spans)
             }
-            found = SlotCodecs(parts, self.sums, self.counters), SlotCodecs(parts, self.results, self.counters)
+            found = BufferCodecs(
+                to_owners=SlotCodecs(parts, self.sums, self.counters),
+                to_all=SlotCodecs(parts, self.results, self.counters),
+            )
         self._buffers[key] = found
         while len(self._buffers) > MOST_BUFFERS:
             self._buffers.pop(next(iter(self._buffers)))

@@ -36,8 +36,8 @@ class StagePeer:
     """A rank that differs from this one at one level only, and the slots whose weights pass between the two."""
 
     rank: int
-    sends: tuple[SlotKey, ...]  # their gradients come back from the peer
-    receives: tuple[SlotKey, ...]  # their gradients go to the peer
+    weights_to: tuple[SlotKey, ...]  # slots whose weights go to the peer; their gradients come back
+    weights_from: tuple[SlotKey, ...]  # slots whose weights come from the peer; their gradients go back
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ def gather_stages(partition: Partition, rank: int, hot_level: int | None = None)
             offsets[level] = (offset,)
             held.append(travelling(itertools.product(*offsets), level))
         peers = [
-            StagePeer(peer, sends=held[own[level]], receives=held[offset])
+            StagePeer(peer, weights_to=held[own[level]], weights_from=held[offset])
             for offset, peer in enumerate(partition.gather_peers(rank, level))
             if peer != rank
         ]

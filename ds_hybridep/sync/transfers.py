@@ -165,9 +165,9 @@ class Gather(StagedTransfer):
         sends: list[Part] = []
         receives: list[Part] = []
         for peer in stage.peers:
-            for slot in peer.sends:
+            for slot in peer.weights_to:
                 sends += [(peer.rank, tensor) for tensor in self._outgoing(slot, stage)]
-            for slot in peer.receives:
+            for slot in peer.weights_from:
                 self._fresh.append((slot, peer.rank))
                 receives += [(peer.rank, tensor) for tensor in self._incoming(slot, stage)]
         return stage.weights.start(sends, receives, self.purpose)
@@ -237,9 +237,9 @@ class Reduce(StagedTransfer):
         sends: list[Part] = []
         receives: list[Part] = []
         for peer in stage.peers:
-            for slot in peer.receives:
+            for slot in peer.weights_from:
                 sends += [(peer.rank, message) for message in self._outgoing(slot, stage.level)]
-            for slot in peer.sends:
+            for slot in peer.weights_to:
                 messages = self._incoming(slot, stage.level)
                 self._arrivals.append((slot, stage.level, peer.rank, messages))
                 receives += [(peer.rank, message) for message in messages]

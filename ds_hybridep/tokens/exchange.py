@@ -30,7 +30,7 @@ from torch.nn.functional import pad
 from ds_hybridep.errors import CommunicationError
 from ds_hybridep.geometry.row_format import RowFormat
 from ds_hybridep.geometry.token_route import RouteStage
-from ds_hybridep.kernels import Kernels, RoutePlan
+from ds_hybridep.kernels import Kernels, Routes
 from ds_hybridep.transport.channels import Channel, Purpose, Transport, profiler_range
 
 HEADER_BYTES = 16  # four 32-bit integers, see `header_of`; what follows is aligned for every type
@@ -39,7 +39,7 @@ JOINED_BYTES = 1 << 16  # up to this size, copying two parts into one message co
 
 @dataclass
 class Exchange:
-    """One stage of a layer's token route on this rank, with the ranks of the exchange.  Lives as long as the layer."""
+    """A `RouteStage` with its channel, its kernels and room for its messages.  Lives as long as the layer."""
 
     layer: str
     ranks: tuple[int, ...]  # destinations in order, this rank included
@@ -93,8 +93,8 @@ def build_exchanges(
     )
 
 
-def dispatch_rows(
-    exchange: Exchange, plan: RoutePlan, send_splits: tuple[int, ...], x: Tensor, *, topk_weights: Tensor
+def exchange_rows(
+    exchange: Exchange, routes: Routes, send_splits: tuple[int, ...], x: Tensor, *, topk_weights: Tensor
 ) -> tuple[tuple[int, ...], Tensor, Tensor]:
     """Send each destination its rows of the tokens [T, D], with their expert ids and gate weights [T, K] fp32.
 
@@ -103,24 +103,24 @@ def dispatch_rows(
     """
     purpose = Purpose("tokens", "dispatch of rows", exchange.layer)
     with profiler_range(purpose.operation, exchange.layer):
-        parts = _outgoing(exchange, plan, send_splits, x.contiguous(), topk_weights=topk_weights)
+        parts = _outgoing(exchange, routes, send_splits, x.contiguous(), topk_weights=topk_weights)
         messages = _swap_first_messages(exchange, parts, purpose, len(x))
-        splits = list(send_splits)
+        recv_splits = list(send_splits)
         for (i, _), count in zip(exchange.peers, row_counts(exchange, messages, parts), strict=True):
-            splits[i] = count
+            recv_splits[i] = count
 
         # Copy what arrived to its place.  Records have their own place until all of them are there.
-        metadata = parts[0][0].new_empty(sum(splits), parts[0][0].shape[1])
-        all_rows = x.new_empty(sum(splits), x.shape[1])
-        rows_of = all_rows.split_with_sizes(splits)
+        metadata = parts[0][0].new_empty(sum(recv_splits), parts[0][0].shape[1])
+        all_rows = x.new_empty(sum(recv_splits), x.shape[1])
+        rows_of = all_rows.split_with_sizes(recv_splits)
         arriving = [
             rows if row_format is None else part.new_empty(len(rows), part.shape[1])
             for rows, (_, part), row_format in zip(rows_of, parts, exchange.row_formats, strict=True)
         ]
-        places = list(zip(metadata.split_with_sizes(splits), arriving, strict=True))
+        places = list(zip(metadata.split_with_sizes(recv_splits), arriving, strict=True))
         _copy(parts[exchange.self_index], places[exchange.self_index])
         for (i, _), message in zip(exchange.peers, messages, strict=True):
-            num_rows = min(splits[i], exchange.room_from[i])
+            num_rows = min(recv_splits[i], exchange.room_from[i])
             _copy(_unpack(message, num_rows, parts[i]), [place[:num_rows] for place in places[i]])
         sends = [(rank, part[exchange.room_to[i] :]) for i, rank in exchange.peers for part in parts[i]]
         receives = [(rank, place[exchange.room_from[i] :]) for i, rank in exchange.peers for place in places[i]]
@@ -130,24 +130,24 @@ def dispatch_rows(
             if row_format is not None:
                 rows.copy_(exchange.kernels.dequantise_rows(records, x.shape[1], row_format, x.dtype))
         exchange.room_to = [count + count // 4 + 8 for count in send_splits]
-        exchange.room_from = [count + count // 4 + 8 for count in splits]
-        return tuple(splits), metadata, all_rows
+        exchange.room_from = [count + count // 4 + 8 for count in recv_splits]
+        return tuple(recv_splits), metadata, all_rows
 
 
 def _outgoing(
-    exchange: Exchange, plan: RoutePlan, send_splits: Sequence[int], x: Tensor, *, topk_weights: Tensor
+    exchange: Exchange, routes: Routes, send_splits: Sequence[int], x: Tensor, *, topk_weights: Tensor
 ) -> list[tuple[Tensor, Tensor]]:
     """Return metadata [m, 2K] and rows for each destination: [m, D], or records [m, B] uint8 if it has a format."""
     kernels, formats = exchange.kernels, exchange.row_formats
     if any(formats):
         rows = [
             kernels.dispatch_rows(x, tokens) if row_format is None else kernels.quantise_rows(x, tokens, row_format)
-            for tokens, row_format in zip(plan.row_to_token.split_with_sizes(send_splits), formats, strict=True)
+            for tokens, row_format in zip(routes.row_to_token.split_with_sizes(send_splits), formats, strict=True)
         ]
     else:
-        rows = list(kernels.dispatch_rows(x, plan.row_to_token).split_with_sizes(send_splits))
-    weights = topk_weights.index_select(0, plan.row_to_token)
-    metadata = torch.cat([plan.row_topk_idx, weights.view(torch.int32)], dim=1)
+        rows = list(kernels.dispatch_rows(x, routes.row_to_token).split_with_sizes(send_splits))
+    weights = topk_weights.index_select(0, routes.row_to_token)
+    metadata = torch.cat([routes.row_topk_idx, weights.view(torch.int32)], dim=1)
     return list(zip(metadata.split_with_sizes(send_splits), rows, strict=True))
 
 

@@ -29,9 +29,9 @@ from torch.autograd import Function
 from torch.func import functional_call
 
 from ds_hybridep.errors import NO_SECOND_DERIVATIVES, UnsupportedError
-from ds_hybridep.experts.migration import MigrationManager
-from ds_hybridep.kernels import Kernels, RoutePlan
-from ds_hybridep.tokens.exchange import Exchange, dispatch_rows, swap
+from ds_hybridep.experts.migration import MigrationManager, is_in_backward
+from ds_hybridep.kernels import Kernels, Routes
+from ds_hybridep.tokens.exchange import Exchange, exchange_rows, swap
 from ds_hybridep.transport.channels import profiler_range
 
 _computing = threading.local()
@@ -48,7 +48,7 @@ class DispatchState:
     """What combine and the backward need to undo one exchange."""
 
     exchange: Exchange
-    plan: RoutePlan
+    routes: Routes
     send_splits: tuple[int, ...]  # rows to each destination
     recv_splits: tuple[int, ...]  # rows from each destination; the way back swaps the two
 
@@ -127,9 +127,9 @@ class HybridMoE:
     def forward(self, x: Tensor, topk_idx: Tensor, topk_weights: Tensor) -> Tensor:
         """Return the weighted sum of the routed experts' outputs, [T, D] -> [T, D]; arguments as for `dispatch`."""
         # Acquire before the dispatch, so that the backward sends tokens first and expert gradients after them.
-        replicas = self.migration.acquire(self.position) if self.migration is not None else None
+        weights_by_slot = None if self.migration is None else self.migration.acquire(self.position)
         rows, row_idx, row_weights, states = self._dispatch(x, topk_idx, topk_weights)
-        partial_sums = self._compute(rows, row_idx, row_weights, replicas)
+        partial_sums = self._compute(rows, row_idx, row_weights, weights_by_slot)
         for state in reversed(states):
             partial_sums = combine(partial_sums, state)
         self.stats.calls += 1
@@ -146,23 +146,29 @@ class HybridMoE:
         return rows, row_idx, row_weights, states
 
     def _compute(
-        self, rows: Tensor, row_idx: Tensor, row_weights: Tensor, replicas: list[list[dict[str, Tensor]]] | None
+        self,
+        rows: Tensor,
+        row_idx: Tensor,
+        row_weights: Tensor,
+        weights_by_slot: list[list[dict[str, Tensor]]] | None,
     ) -> Tensor:
-        """Run every expert of the domain on its rows, even on zero rows: all ranks must run the same operations."""
+        """Run every expert of the domain on its rows, even on zero rows: all ranks must run the same operations.
+
+        weights_by_slot: as `MigrationManager.acquire` returns them; None: the modules' own.
+        """
         if self.migration is not None:
             self.migration.layers[self.position].finish_shipment()
         with profiler_range("experts", self.name):
             held = [expert for slot in self.held.by_slot for expert in slot]
-            plan = self.kernels.plan_routes(row_idx, self.held.table, len(held))
-            splits = plan.rows_per_destination.tolist()
+            routes = self.kernels.plan_routes(row_idx, self.held.table, len(held))  # each expert is a destination here
+            splits = routes.rows_per_destination.tolist()
             self.stats.rows_computed += sum(splits)
-            is_recomputation = torch._C._current_graph_task_id() != -1
             # A re-entrant checkpoint runs its first forward without gradients.
-            if not is_recomputation and (torch.is_grad_enabled() or self.experts[0].training):
+            if not is_in_backward() and (torch.is_grad_enabled() or self.experts[0].training):
                 self.stats.expert_rows.update(dict(zip(held, splits, strict=True)))
-            expert_rows = permute_to_experts(rows, plan, self.kernels)
+            expert_rows = permute_to_experts(rows, routes, self.kernels)
             if self.weighs_inputs:
-                expert_rows = weigh_rows(expert_rows, row_weights, plan)
+                expert_rows = weigh_rows(expert_rows, row_weights, routes)
                 row_weights = torch.ones_like(row_weights)
             # Split the rows by call.  A call is of one expert, or of all experts of a slot.
             is_grouped = len(self.experts) < self.num_local
@@ -170,14 +176,17 @@ class HybridMoE:
             for slot in self.held.by_slot:
                 of_slot, splits = splits[: len(slot)], splits[len(slot) :]
                 counts += [of_slot] if is_grouped else [[count] for count in of_slot]
-            weights = [{} for _ in counts] if replicas is None else [one for slot in replicas for one in slot]
+            if weights_by_slot is None:
+                weights: list[dict[str, Tensor]] = [{} for _ in counts]
+            else:
+                weights = [one for slot in weights_by_slot for one in slot]
             chunks = expert_rows.split([sum(count) for count in counts])
             outputs: list[Tensor] = []
             with self._computing_experts():
                 for at, (chunk, count) in enumerate(zip(chunks, counts, strict=True)):
-                    module = self.experts[at % len(self.experts)]  # hot experts have all weights of their own
+                    module = self.experts[at % len(self.experts)]  # its code, and for the own slot what is frozen
                     outputs.append(self.call(module, weights[at], chunk, count))
-            partial_sums = weighted_sum(torch.cat(outputs), row_weights, plan, self.kernels)
+            partial_sums = weighted_sum(torch.cat(outputs), row_weights, routes, self.kernels)
         return partial_sums
 
     @contextmanager
@@ -197,7 +206,7 @@ class HybridMoE:
 
     def count_plain_ep(self, rows: Tensor | int) -> None:
         """Count the rows to each rank, [G] or one number for all, of a dispatch of plain EP and of its combine."""
-        if torch._C._current_graph_task_id() != -1:  # inside a running backward
+        if is_in_backward():
             # A recomputation.  A re-entrant one is the first to build a graph, so its backward is counted here.
             num_exchanges = 2 if self.stats.was_recorded else 4
         else:
@@ -223,12 +232,12 @@ def dispatch(
         rows [R, D] in x.dtype, row_topk_idx [R, K] int32 (-1 for experts reached through other ranks), row_weights
         [R, K] fp32, and the state that `combine` takes.
     """
-    plan = exchange.kernels.plan_routes(topk_idx, exchange.expert_to_destination, len(exchange.ranks))
+    routes = exchange.kernels.plan_routes(topk_idx, exchange.expert_to_destination, len(exchange.ranks))
     # A device-to-host sync: split sizes must be Python ints before the exchange starts.
-    send_splits = tuple(plan.rows_per_destination.tolist())
+    send_splits = tuple(routes.rows_per_destination.tolist())
     with torch.no_grad():
-        recv_splits, *arrived = dispatch_rows(exchange, plan, send_splits, x, topk_weights=topk_weights)
-    state = DispatchState(exchange=exchange, plan=plan, send_splits=send_splits, recv_splits=recv_splits)
+        recv_splits, *arrived = exchange_rows(exchange, routes, send_splits, x, topk_weights=topk_weights)
+    state = DispatchState(exchange=exchange, routes=routes, send_splits=send_splits, recv_splits=recv_splits)
     rows, row_weights, row_topk_idx = _Dispatch.apply(x, topk_weights, arrived, state)
     return rows, row_topk_idx, row_weights, state
 
@@ -239,23 +248,23 @@ def combine(partial_sums: Tensor, state: DispatchState) -> Tensor:
     return sums
 
 
-def permute_to_experts(rows: Tensor, plan: RoutePlan, kernels: Kernels) -> Tensor:
+def permute_to_experts(rows: Tensor, routes: Routes, kernels: Kernels) -> Tensor:
     """Return rows ordered by expert, [R, D] -> [P, D]; a row appears once per expert that it goes to."""
-    expert_rows: Tensor = _PermuteToExperts.apply(rows, plan, kernels)
+    expert_rows: Tensor = _PermuteToExperts.apply(rows, routes, kernels)
     return expert_rows
 
 
-def weighted_sum(expert_rows: Tensor, row_weights: Tensor, plan: RoutePlan, kernels: Kernels) -> Tensor:
+def weighted_sum(expert_rows: Tensor, row_weights: Tensor, routes: Routes, kernels: Kernels) -> Tensor:
     """Return the gate-weighted sum of each row's expert outputs, [P, D] -> [R, D]; accumulates in fp32."""
-    sums: Tensor = _WeightedSum.apply(expert_rows, row_weights, plan, kernels)
+    sums: Tensor = _WeightedSum.apply(expert_rows, row_weights, routes, kernels)
     return sums
 
 
-def weigh_rows(expert_rows: Tensor, row_weights: Tensor, plan: RoutePlan) -> Tensor:
+def weigh_rows(expert_rows: Tensor, row_weights: Tensor, routes: Routes) -> Tensor:
     """Multiply rows ordered by expert by the gate weights of their experts, [P, D] -> [P, D]; products in fp32."""
     num_rows = expert_rows.shape[0]
     # Slots that were not routed write to one extra place, which is cut off.
-    places = plan.slot_to_row.where(plan.slot_to_row >= 0, num_rows).flatten()
+    places = routes.slot_to_row.where(routes.slot_to_row >= 0, num_rows).flatten()
     weights = row_weights.new_zeros(num_rows + 1).scatter(0, places, row_weights.flatten())[:num_rows]
     return (expert_rows.float() * weights[:, None]).to(expert_rows.dtype)
 
@@ -279,12 +288,12 @@ class _Dispatch(Function):
         if torch.is_grad_enabled():
             raise UnsupportedError(NO_SECOND_DERIVATIVES)
         state = ctx.state
-        plan, kernels = state.plan, state.exchange.kernels
+        routes, kernels = state.routes, state.exchange.kernels
         grad_row_weights, grad_rows = state.send_back([grad_row_weights, grad_rows], "return of input gradients")
-        grad_x = kernels.combine_rows(grad_rows, plan.first_slot_to_row)
+        grad_x = kernels.combine_rows(grad_rows, routes.first_slot_to_row)
         # One row has served each slot (t, k).  An extra row takes the slots that were not routed.
         padded = torch.cat([grad_row_weights, grad_row_weights.new_zeros(1, grad_row_weights.shape[1])])
-        slot_to_row = plan.slot_to_row.where(plan.slot_to_row >= 0, grad_row_weights.shape[0])
+        slot_to_row = routes.slot_to_row.where(routes.slot_to_row >= 0, grad_row_weights.shape[0])
         return grad_x, padded.gather(0, slot_to_row), None, None
 
 
@@ -293,38 +302,38 @@ class _Combine(Function):
     def forward(ctx: Any, partial_sums: Tensor, state: DispatchState) -> Tensor:
         ctx.state = state
         (returned,) = state.send_back([partial_sums], "combine of rows")
-        return state.exchange.kernels.combine_rows(returned, state.plan.first_slot_to_row)
+        return state.exchange.kernels.combine_rows(returned, state.routes.first_slot_to_row)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         if torch.is_grad_enabled():
             raise UnsupportedError(NO_SECOND_DERIVATIVES)
         state = ctx.state
-        grad_rows = state.exchange.kernels.dispatch_rows(grad.contiguous(), state.plan.row_to_token)
+        grad_rows = state.exchange.kernels.dispatch_rows(grad.contiguous(), state.routes.row_to_token)
         (grad_partial_sums,) = state.send([grad_rows], "dispatch of output gradients")
         return grad_partial_sums, None
 
 
 class _PermuteToExperts(Function):
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, plan: RoutePlan, kernels: Kernels) -> Tensor:
-        ctx.plan, ctx.kernels = plan, kernels
-        return kernels.dispatch_rows(rows.contiguous(), plan.row_to_token)
+    def forward(ctx: Any, rows: Tensor, routes: Routes, kernels: Kernels) -> Tensor:
+        ctx.routes, ctx.kernels = routes, kernels
+        return kernels.dispatch_rows(rows.contiguous(), routes.row_to_token)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         if torch.is_grad_enabled():
             raise UnsupportedError(NO_SECOND_DERIVATIVES)
-        return ctx.kernels.combine_rows(grad.contiguous(), ctx.plan.first_slot_to_row), None, None
+        return ctx.kernels.combine_rows(grad.contiguous(), ctx.routes.first_slot_to_row), None, None
 
 
 class _WeightedSum(Function):
     @staticmethod
-    def forward(ctx: Any, expert_rows: Tensor, row_weights: Tensor, plan: RoutePlan, kernels: Kernels) -> Tensor:
+    def forward(ctx: Any, expert_rows: Tensor, row_weights: Tensor, routes: Routes, kernels: Kernels) -> Tensor:
         # Save them even with zero rows: non-re-entrant checkpointing counts saved tensors, and ranks must agree.
         ctx.save_for_backward(expert_rows, row_weights)
-        ctx.plan, ctx.kernels = plan, kernels
-        return kernels.combine_rows(expert_rows.contiguous(), plan.slot_to_row, row_weights)
+        ctx.routes, ctx.kernels = routes, kernels
+        return kernels.combine_rows(expert_rows.contiguous(), routes.slot_to_row, row_weights)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None]:
@@ -332,6 +341,6 @@ class _WeightedSum(Function):
             raise UnsupportedError(NO_SECOND_DERIVATIVES)
         expert_rows, row_weights = ctx.saved_tensors
         grad_rows, grad_weights = ctx.kernels.combine_rows_backward(
-            grad.contiguous(), expert_rows, ctx.plan.slot_to_row, row_weights
+            grad.contiguous(), expert_rows, ctx.routes.slot_to_row, row_weights
         )
         return grad_rows, grad_weights, None, None

@@ -100,7 +100,7 @@ def files_of(entered: set[tuple[str, str]]) -> set[str]:
 def test_a_token_passes_six_files(pool2: ProcessPool) -> None:
     for entered in pool2.run(follow_a_token):
         # Both ways were seen: the dispatch, and autograd's call of its backward.
-        assert {("tokens/exchange.py", "dispatch_rows"), ("tokens/layer.py", "backward")} <= entered
+        assert {("tokens/exchange.py", "exchange_rows"), ("tokens/layer.py", "backward")} <= entered
         assert len(files_of(entered)) <= 6, files_of(entered)
 
 
@@ -113,6 +113,6 @@ def test_the_weight_of_an_expert_passes_eight_files(pool2: ProcessPool) -> None:
 
 def test_a_dense_gradient_passes_six_files(pool2: ProcessPool) -> None:
     for entered, of_tokens in pool2.run(follow_tokens_with_and_without_dense_gradients):
-        assert {("sync/dense.py", "reduce_to_owners"), ("sync/transfers.py", "advance")} <= entered
+        assert {("sync/group_sync.py", "reduce_to_owners"), ("sync/transfers.py", "advance")} <= entered
         files = files_of(entered) - (files_of(of_tokens) - SHARED)
         assert len(files) <= 6, files

@@ -24,15 +24,15 @@ from ds_hybridep.experts.replicas import Replicas, make_shipment
 from ds_hybridep.geometry.cluster import Cluster, Level
 from ds_hybridep.geometry.partition import Partition
 from ds_hybridep.geometry.slots import whole
-from ds_hybridep.kernels import RoutePlan, load_kernels
+from ds_hybridep.kernels import Routes, load_kernels
 from ds_hybridep.runtime import log
-from ds_hybridep.sync.dense import GroupSync
+from ds_hybridep.sync.group_sync import GroupSync
 from ds_hybridep.sync.slot_codecs import Encoding
 from ds_hybridep.sync.stages import gather_stages
 from ds_hybridep.sync.transaction import Transaction
 from ds_hybridep.sync.transfers import Reduce
 from ds_hybridep.tokens import exchange as row_exchange
-from ds_hybridep.tokens.exchange import Exchange, dispatch_rows, swap
+from ds_hybridep.tokens.exchange import Exchange, exchange_rows, swap
 from ds_hybridep.tokens.layer import (
     DispatchState,
     _Dispatch,
@@ -133,7 +133,7 @@ def test_the_way_of_a_token_stays_on_the_device() -> None:
     exchange = Exchange("layer", (0, 1), 0, places, channel, kernels, (None,) * 2, [0, 3], [0, 4])
     x = torch.empty(num_tokens, hidden, device=DEVICE, dtype=torch.bfloat16, requires_grad=True)
     weights = torch.empty(num_tokens, top_k, device=DEVICE, requires_grad=True)
-    plan = RoutePlan(
+    plan = Routes(
         rows_per_destination=torch.empty(2, dtype=torch.int64, device=DEVICE),
         row_to_token=torch.empty(sum(send_splits), dtype=torch.int64, device=DEVICE),
         row_topk_idx=torch.empty(sum(send_splits), top_k, dtype=torch.int32, device=DEVICE),
@@ -142,11 +142,11 @@ def test_the_way_of_a_token_stays_on_the_device() -> None:
     )
     with OneDevice(), mock.patch.object(row_exchange, "row_counts", return_value=[7]):  # the one wait for the device
         with torch.no_grad():
-            splits, *arrived = dispatch_rows(exchange, plan, send_splits, x, topk_weights=weights)
+            splits, *arrived = exchange_rows(exchange, plan, send_splits, x, topk_weights=weights)
         assert splits == recv_splits
         state = DispatchState(exchange=exchange, plan=plan, send_splits=send_splits, recv_splits=recv_splits)
         rows, row_weights, _ = _Dispatch.apply(x, weights, arrived, state)
-        local = RoutePlan(
+        local = Routes(
             rows_per_destination=plan.rows_per_destination,
             row_to_token=torch.empty(9, dtype=torch.int64, device=DEVICE),
             row_topk_idx=torch.empty(9, top_k, dtype=torch.int32, device=DEVICE),
@@ -172,7 +172,7 @@ def test_messages_are_filled_up_where_lengths_must_be_equal() -> None:
         row_topk_idx=torch.empty(4, 2, dtype=torch.int32, device=DEVICE),
     )
     with mock.patch.object(row_exchange, "row_counts", return_value=[1]):
-        dispatch_rows(
+        exchange_rows(
             exchange, plan, (1, 3), torch.empty(4, 8, device=DEVICE), topk_weights=torch.empty(4, 2, device=DEVICE)
         )
     room_bytes = 16 + 5 * (4 * 4 + 4 * 8)  # header; ids and gate weights, elements of 5 rows

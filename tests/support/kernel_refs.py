@@ -7,7 +7,7 @@ from bisect import bisect_left
 import torch
 from hypothesis import strategies as st
 
-from ds_hybridep.kernels import RoutePlan
+from ds_hybridep.kernels import Routes
 
 PLAN_FIELDS = ("rows_per_destination", "row_to_token", "row_topk_idx", "slot_to_row", "first_slot_to_row")
 
@@ -180,7 +180,7 @@ def large_routes(num_tokens=6000, top_k=4, num_experts=16, num_destinations=4):
     return topk_idx, expert_to_destination, num_destinations
 
 
-def assert_same_plan(plan: RoutePlan, wanted: RoutePlan):
+def assert_same_plan(plan: Routes, wanted: Routes):
     """All five tensors are equal, dtypes included."""
     for field in PLAN_FIELDS:
         torch.testing.assert_close(getattr(plan, field), getattr(wanted, field), rtol=0, atol=0, msg=field)

@@ -28,7 +28,7 @@ from ds_hybridep.geometry.partition import Partition
 from ds_hybridep.geometry.slots import Span, cut, even_bounds, whole
 from ds_hybridep.sync.buffers import HeldSum, ParameterCodecs
 from ds_hybridep.sync.flat import split
-from ds_hybridep.sync.memory import CodecMemory
+from ds_hybridep.sync.memory import BufferCodecs, CodecMemory
 from ds_hybridep.sync.messages import NARROW, PacketPart
 from ds_hybridep.sync.mirrors import HeldSlot
 from ds_hybridep.sync.slot_codecs import Encoding, SlotCodecs
@@ -195,8 +195,8 @@ class GroupSync:
 
         Args:
             slices: (rank in the group that needs the sum, its span), in the order of the tensor; equal on all ranks.
-            is_last: False if more sums of the same slices follow before they are used.  Then at most the fastest level
-                is crossed and this rank's slices become zero; the last sum includes everything.
+            is_last: False if more sums of the same slices follow before they are used, as under ZeRO 2.  Then at most
+                the fastest level is crossed and this rank's slices become zero; the last sum includes everything.
         """
         by_slot = [(self._slot_of_index[owner], span) for owner, span in slices]
         # 16-bit values are copied anyway before anything is added to them.
@@ -204,7 +204,7 @@ class GroupSync:
         codecs = self.memory.gradient_codecs(buffer.spans, flat) if self._encodes_gradients else None
         total = self._reduce(buffer, codecs, is_last=is_last)[self.own_slot]
         if is_last and codecs is not None and flat.dtype in NARROW:
-            total = self._rounded(codecs[0].parts[self.own_slot], total, flat.dtype)
+            total = self._rounded(codecs.to_owners.parts[self.own_slot], total, flat.dtype)
         buffer.values[self.own_slot] = total if is_last else torch.zeros_like(total)
         buffer.write_back(self.own_slot)
 
@@ -228,15 +228,13 @@ class GroupSync:
         self._waiting.clear()
         self.waiting_names.clear()
 
-    def _reduce(
-        self, buffer: _SlottedBuffer, codecs: tuple[SlotCodecs, SlotCodecs] | None, *, is_last: bool
-    ) -> Sequence[Tensor]:
+    def _reduce(self, buffer: _SlottedBuffer, codecs: BufferCodecs | None, *, is_last: bool) -> Sequence[Tensor]:
         """Return sums by slot; that of the own slot is complete if `is_last`."""
         sums = [value.float() if value.dtype in NARROW else value for value in buffer.values]
-        slots = FlatSlots(self, buffer.values, codecs and codecs[0], sums)
+        slots = FlatSlots(self, buffer.values, codecs and codecs.to_owners, sums)
         inner, outer = self._split_stages(is_encoded=codecs is not None)
         self._run(Reduce(slots, self._purposes[0], inner))
-        received = (slot for stage in outer for peer in stage.peers for slot in peer.receives)
+        received = (slot for stage in outer for peer in stage.peers for slot in peer.weights_from)
         carried = {self.own_slot, *(slot for slot in received if isinstance(slot, int))}
         for slot in carried:
             spans = buffer.spans[slot]
@@ -268,9 +266,7 @@ class GroupSync:
         rounded.leave_out(parts, split(total - result, parts), loss_scale)
         return result
 
-    def _give_to_all(
-        self, buffer: _SlottedBuffer, codecs: tuple[SlotCodecs, SlotCodecs] | None, sums: Sequence[Tensor]
-    ) -> None:
+    def _give_to_all(self, buffer: _SlottedBuffer, codecs: BufferCodecs | None, sums: Sequence[Tensor]) -> None:
         """Gather the sums of all slots on all ranks: as they are, or as their packets hold them."""
         own, values = self.own_slot, buffer.values
         messages: dict[int, list[Tensor]] = {}
@@ -279,7 +275,7 @@ class GroupSync:
         if codecs is None:
             values[own].copy_(sums[own])
         else:
-            results, scale, of_level = codecs[1], self.encoding.loss_scale(), self.encoding.gradient_codecs
+            results, scale, of_level = codecs.to_all, self.encoding.loss_scale(), self.encoding.gradient_codecs
             if results.parts[own]:
                 with results.counters.timing("encode_s"):
                     message = HeldSum(results, own, values[own], scale).encode(sums[own])
