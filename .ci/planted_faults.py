@@ -78,8 +78,8 @@ FAULTS = (
     Fault(
         "a residual is dropped",
         "sync/error_feedback.py",
-        "residual = self._residual_of(part)\n            layout.codec.encode_with_residual(",
-        "residual = torch.zeros_like(self._residual_of(part))\n            layout.codec.encode_with_residual(",
+        "layout.codec.encode_with_residual(unscaled, residual, sent",
+        "layout.codec.encode_with_residual(unscaled, residual.zero_(), sent",
         "tests/sync/test_error_feedback.py::test_residuals_are_what_was_not_sent",
     ),
     Fault(
