@@ -133,7 +133,7 @@ def test_the_way_of_a_token_stays_on_the_device() -> None:
     exchange = Exchange("layer", (0, 1), 0, places, channel, kernels, (None,) * 2, [0, 3], [0, 4])
     x = torch.empty(num_tokens, hidden, device=DEVICE, dtype=torch.bfloat16, requires_grad=True)
     weights = torch.empty(num_tokens, top_k, device=DEVICE, requires_grad=True)
-    plan = Routes(
+    routes = Routes(
         rows_per_destination=torch.empty(2, dtype=torch.int64, device=DEVICE),
         row_to_token=torch.empty(sum(send_splits), dtype=torch.int64, device=DEVICE),
         row_topk_idx=torch.empty(sum(send_splits), top_k, dtype=torch.int32, device=DEVICE),
@@ -142,12 +142,12 @@ def test_the_way_of_a_token_stays_on_the_device() -> None:
     )
     with OneDevice(), mock.patch.object(row_exchange, "row_counts", return_value=[7]):  # the one wait for the device
         with torch.no_grad():
-            splits, *arrived = exchange_rows(exchange, plan, send_splits, x, topk_weights=weights)
+            splits, *arrived = exchange_rows(exchange, routes, send_splits, x, topk_weights=weights)
         assert splits == recv_splits
-        state = DispatchState(exchange=exchange, plan=plan, send_splits=send_splits, recv_splits=recv_splits)
+        state = DispatchState(exchange=exchange, routes=routes, send_splits=send_splits, recv_splits=recv_splits)
         rows, row_weights, _ = _Dispatch.apply(x, weights, arrived, state)
         local = Routes(
-            rows_per_destination=plan.rows_per_destination,
+            rows_per_destination=routes.rows_per_destination,
             row_to_token=torch.empty(9, dtype=torch.int64, device=DEVICE),
             row_topk_idx=torch.empty(9, top_k, dtype=torch.int32, device=DEVICE),
             slot_to_row=torch.empty(11, top_k, dtype=torch.int64, device=DEVICE),
@@ -167,13 +167,13 @@ def test_messages_are_filled_up_where_lengths_must_be_equal() -> None:
     channel.has_equal_lengths = True
     places = torch.zeros(2, dtype=torch.int32, device=DEVICE)
     exchange = Exchange("layer", (0, 1), 0, places, channel, load_kernels("reference"), (None,) * 2, peers, peers)
-    plan = mock.Mock(
+    routes = mock.Mock(
         row_to_token=torch.empty(4, dtype=torch.int64, device=DEVICE),
         row_topk_idx=torch.empty(4, 2, dtype=torch.int32, device=DEVICE),
     )
     with mock.patch.object(row_exchange, "row_counts", return_value=[1]):
         exchange_rows(
-            exchange, plan, (1, 3), torch.empty(4, 8, device=DEVICE), topk_weights=torch.empty(4, 2, device=DEVICE)
+            exchange, routes, (1, 3), torch.empty(4, 8, device=DEVICE), topk_weights=torch.empty(4, 2, device=DEVICE)
         )
     room_bytes = 16 + 5 * (4 * 4 + 4 * 8)  # header; ids and gate weights, elements of 5 rows
     assert channel.num_bytes == [(room_bytes, room_bytes), (0, 0)]  # first messages, and no surplus
