@@ -78,7 +78,7 @@ HOLDER = [  # what happens, and which class does it
     ("the message leaves", "Channel, Link"),
 ]
 OWNER = [
-    ("DeepSpeed sums over data-parallel ranks, and steps", "the engine's optimizer"),
+    ("+ copies in other EP groups; then the step", "DataParallelSync, the engine's optimizer"),
     ("+ what earlier plans left undelivered", "UndeliveredGradients"),
     ("added to the owner's own gradient", "_FinishReturn"),
     ("added to the sums of the own slot", "Reduce"),

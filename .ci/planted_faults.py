@@ -127,7 +127,7 @@ FAULTS = (
     ),
     Fault(
         "a mean over one rank too many",
-        "deepspeed/dense.py",
+        "deepspeed/data_parallel.py",
         "num_ranks = len(sync.ranks) if dp_world_size is None else dp_world_size",
         "num_ranks = (len(sync.ranks) if dp_world_size is None else dp_world_size) + 1",
         "tests/integration/test_parity.py::test_every_plan_of_four_ranks",

@@ -22,7 +22,7 @@ from torch import nn
 
 from ds_hybridep.adaptive.planner import JobPlanner
 from ds_hybridep.config import HybridEPConfig
-from ds_hybridep.deepspeed.dense import DenseSync
+from ds_hybridep.deepspeed.data_parallel import DataParallelSync
 from ds_hybridep.deepspeed.dropped_gradients import DroppedGradients, before_forward
 from ds_hybridep.deepspeed.engine_view import view_of
 from ds_hybridep.deepspeed.patches import ENGINE, MODULE, Patches
@@ -80,7 +80,7 @@ class Attachment:
         self.engine, self.layers, self.planner, self.facts = weakref.proxy(engine), dict(layers), planner, facts
         self.patches, self._plan_patches = Patches(), Patches()  # of the engine as long as it is attached; of a plan
         self.optimizer: Any = None  # of the engine, once it is there
-        self.dense: DenseSync | None = None  # None if DeepSpeed synchronises what several ranks hold
+        self.dense: DataParallelSync | None = None  # None if DeepSpeed synchronises what several ranks hold
         self.sites: SiteExchange | None = None  # once the optimizer is there
         self.last_report: dict[str, Any] | None = None
         self._watched = _progress_of(self, engine)
@@ -151,8 +151,8 @@ class Attachment:
         """Connect engine and layers to the runtime of the present plan."""
         patches, runtime = Patches(), self.runtime
         self._plan_patches, self.dropped.runtime = patches, runtime
-        begin = partial(runtime.transaction.before_backward, self._before_backward)
-        patches.wrap(ENGINE, "_backward_prologue_per_tensor", self.engine, begin)
+        at_output = partial(self.dropped.at_output, self.facts.is_boundary)
+        patches.wrap(ENGINE, "_backward_prologue_per_tensor", self.engine, at_output)
         for name, hybrid in runtime.layers.items():
             patches.put(MODULE, "_hybridep", self.layers[name], hybrid)
         if runtime.migration.layers:
@@ -165,12 +165,9 @@ class Attachment:
             patches.note(MODULE, "forward_pre_hook", notice.remove)
         self.dense = None
         if runtime.syncs:
-            self.dense = DenseSync(self.engine, runtime.syncs, patches, self.facts.is_boundary)
+            self.dense = DataParallelSync(self.engine, runtime.syncs, patches, self.facts.is_boundary)
             runtime.shared_parameters = self.dense.shared_parameters
             self.dense.watch(self.optimizer)
-
-    def _before_backward(self) -> None:
-        self.dropped.before_backward(is_boundary=self.facts.is_boundary())
 
     def switch(self, config: HybridEPConfig, reason: str) -> None:
         """Switch to other settings; all ranks must call, between two optimizer steps.

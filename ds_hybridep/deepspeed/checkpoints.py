@@ -39,7 +39,7 @@ def save(
     agree({"saves": tag}, transport.timeout_s, remedy=saving.remedy_for("engine.save_checkpoint"))
     # Ours come first: DeepSpeed ends with the file that names the newest checkpoint, and a barrier.
     with announcing_failure():
-        attachment.runtime.codecs.save(folder, engine.global_steps)
+        attachment.runtime.codec_state.save(folder, engine.global_steps)
         if attachment.sites is not None:
             attachment.sites.save(folder)
         if adapted := adapted_layers(attachment.layers):
@@ -80,13 +80,13 @@ def load(attachment: Attachment, original: Callable[..., Any], *args: Any, **kwa
         return loaded
     has_state = given["load_optimizer_states"] and not given["load_module_only"]
     if not has_state:
-        attachment.runtime.codecs.forget()
+        attachment.runtime.codec_state.forget()
     else:
         folder, planner = Path(loaded[0]).parent, attachment.planner
         if planner is not None and (recalled := planner.recall(folder / PLAN_FILE)) is not None:
             attachment.runtime.forget_gradients()  # of the run before: the switch must not hand them over
             attachment.switch(recalled, "the plan of the checkpoint")
-        if lost := attachment.runtime.codecs.load(folder, engine.global_steps):
+        if lost := attachment.runtime.codec_state.load(folder, engine.global_steps):
             log_dist(f"hybridep: {lost}", ranks=[0])
     if attachment.sites is not None:
         attachment.sites.after_load(Path(loaded[0]).parent if has_state else None, caught_up)

@@ -22,7 +22,7 @@ def checksums_of(engine: Any, runtime: HybridRuntime) -> dict[str, str]:
     owed: of gradients that it has kept back so far: residuals of codecs, and what waits for the next gradients.  All
         zeros if it owes nothing.
     """
-    kernels, codecs = runtime.kernels, runtime.codecs
+    kernels, codecs = runtime.kernels, runtime.codec_state
     streams = next((layer.replicas.streams for layer in runtime.migration.layers), None)
     with nullcontext() if streams is None else streams.aside():  # where these residuals are written and freed
         to_experts = _sums(codecs.owed_to_experts(), kernels, engine.device)

@@ -56,10 +56,17 @@ class DroppedGradients:
             return []
         return [p for layer in self._layers.values() for p in layer.experts.parameters() if p.requires_grad]
 
-    def before_backward(self, *, is_boundary: bool) -> None:
-        """Call before a backward.  is_boundary: it is the last before the optimizer step."""
-        if view_of(self._engine).replaces_gradients(is_boundary=is_boundary):
+    def at_output(
+        self, is_boundary: Callable[[], bool], original: Callable[..., Any], *args: Any, **kwargs: Any
+    ) -> Any:
+        """Undo what an earlier backward changed if this one, at an output of the model, replaces its gradients.
+
+        is_boundary: returns True if this backward is the last before the optimizer step.
+        """
+        is_new = self.runtime.transaction.is_of_an_earlier_backward()
+        if is_new and view_of(self._engine).replaces_gradients(is_boundary=is_boundary()):
             self.runtime.undo_gradients()
+        return original(*args, **kwargs)
 
 
 def before_forward(dropped: DroppedGradients) -> Callable[..., None]:

@@ -13,7 +13,7 @@ from deepspeed.moe.sharded_moe import MOELayer
 from torch import nn
 
 from ds_hybridep.adaptive.rates import expert_params
-from ds_hybridep.deepspeed import autoep, classic, dense
+from ds_hybridep.deepspeed import autoep, classic, data_parallel
 from ds_hybridep.deepspeed.engine_view import is_boundary, loss_scale, master_of
 from ds_hybridep.errors import UnsupportedError
 from ds_hybridep.experts.layer_spec import LayerSpec
@@ -33,7 +33,7 @@ def facts_of(engine: Any, layers: Mapping[str, Any]) -> Facts:
     return Facts(
         specs,
         is_boundary=partial(is_boundary, weak),
-        sync_groups=partial(dense.groups_of, weak, specs),
+        sync_groups=partial(data_parallel.groups_of, weak, specs),
         parameters=lambda: weak.module.named_parameters(),
         master_of=partial(master_of, weak),
         loss_scale=partial(loss_scale, weak),

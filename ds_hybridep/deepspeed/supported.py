@@ -14,7 +14,7 @@ from torch import nn
 
 from ds_hybridep.config import AUTO, HybridEPConfig
 from ds_hybridep.config_codecs import IDENTITY, PATCH
-from ds_hybridep.deepspeed import dense
+from ds_hybridep.deepspeed import data_parallel
 from ds_hybridep.deepspeed.autoep import adapted_layers, is_autoep_layer
 from ds_hybridep.deepspeed.patches import misfits
 from ds_hybridep.errors import UnsupportedError
@@ -115,7 +115,7 @@ def resolve(engine: Any, config: HybridEPConfig, layers: Mapping[str, Any]) -> H
             level = level.model_copy(update={"backend": "gloo"})
         levels.append(level)
     dense_sync = config.dense_sync or "hierarchical"
-    if config.dense_sync is None and (reason := dense.why_unsupported(engine)):
+    if config.dense_sync is None and (reason := data_parallel.why_unsupported(engine)):
         dense_sync = "deepspeed"
         has_codecs = any(level.all_codecs[2:] != (IDENTITY, IDENTITY) for level in levels)
         log_dist(
@@ -163,7 +163,7 @@ def refuse_engine(engine: Any, config: HybridEPConfig, layers: Mapping[str, nn.M
             "zero_optimization.offload_optimizer was not tested together with hybridep.sites, whose exchange takes "
             "gradients and weights from the memory of the device; leave out one of them"
         )
-    if config.dense_sync == "hierarchical" and (reason := dense.why_unsupported(engine)):
+    if config.dense_sync == "hierarchical" and (reason := data_parallel.why_unsupported(engine)):
         raise UnsupportedError(
             f'hybridep.dense_sync is "hierarchical", which does not work with {reason}, or set hybridep.dense_sync to '
             f'"deepspeed"'

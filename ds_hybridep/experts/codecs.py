@@ -19,24 +19,24 @@ from ds_hybridep.sync.stages import SlotKey
 class ExpertCodecs(SlotCodecs):
     """How the weights and gradients of one layer's experts travel encoded.
 
-    senders: by level, what encodes the owned weights.  Levels with the same codec share one.
+    weight_senders: by level, what encodes the owned weights.  Levels with the same codec share one.
     replicas: by slot of another rank, what takes its weights where they arrive encoded.
     """
 
-    def __init__(self, parts: Mapping[SlotKey, tuple[PacketPart, ...]], gradients: ErrorFeedback) -> None:
-        super().__init__(parts, gradients, kind="weight")
-        self.senders: dict[int, Mirror | PatchSender] = {}
+    def __init__(self, parts: Mapping[SlotKey, tuple[PacketPart, ...]], feedback: ErrorFeedback) -> None:
+        super().__init__(parts, feedback, kind="weight")
+        self.weight_senders: dict[int, Mirror | PatchSender] = {}
         self.replicas: dict[SlotKey, HeldSlot] = {}
 
     def make_sender(self, level: int, codec: Codec | PatchCodec, parts: tuple[PacketPart, ...]) -> None:
         """Let the owned weights, which have these parts, cross a level by this codec."""
-        for made in self.senders.values():
+        for made in self.weight_senders.values():
             if type(made.codec) is type(codec) and made.codec.settings() == codec.settings():
-                self.senders[level] = made
+                self.weight_senders[level] = made
                 return
-        home = self.gradients.home
+        home = self.feedback.home
         made = PatchSender(codec) if isinstance(codec, PatchCodec) else Mirror(MessageLayout(codec, parts), home)
-        self.senders[level] = made
+        self.weight_senders[level] = made
 
     def make_replica(
         self, slot: int, codec: Codec | PatchCodec, values: Sequence[Tensor], parts: Sequence[Tensor]
@@ -45,17 +45,17 @@ class ExpertCodecs(SlotCodecs):
         if isinstance(codec, PatchCodec):
             self.replicas[slot] = PatchReplica(codec, values)
         else:
-            self.replicas[slot] = Replica(MessageLayout(codec, self.parts[slot]), parts, self.gradients.home)
+            self.replicas[slot] = Replica(MessageLayout(codec, self.parts[slot]), parts, self.feedback.home)
 
     # -- weights ----------------------------------------------------------------------------------------------------
 
     @property
     def mirrors(self) -> list[Mirror]:
-        return [sender for sender in dict.fromkeys(self.senders.values()) if isinstance(sender, Mirror)]
+        return [sender for sender in dict.fromkeys(self.weight_senders.values()) if isinstance(sender, Mirror)]
 
     @property
     def patch_sender(self) -> PatchSender | None:
-        return next((sender for sender in self.senders.values() if isinstance(sender, PatchSender)), None)
+        return next((sender for sender in self.weight_senders.values() if isinstance(sender, PatchSender)), None)
 
     @property
     def lossy_replicas(self) -> dict[SlotKey, Replica]:
@@ -70,7 +70,7 @@ class ExpertCodecs(SlotCodecs):
             **asdict(self.counters),
             squared_error=sum(apart for apart, _ in distances),
             squared_weight=sum(whole for _, whole in distances),
-            squared_residual=self.gradients.squared_residual(),
+            squared_residual=self.feedback.squared_residual(),
         )
 
     def num_bytes(self, weights: Iterable[Tensor]) -> tuple[int, int]:
@@ -84,15 +84,15 @@ class ExpertCodecs(SlotCodecs):
             return sum(tensor.nbytes for tensor in tensors if tensor.untyped_storage()._cdata not in shared)
 
         lossy: list[Mirror | Replica] = [*self.mirrors, *self.lossy_replicas.values()]
-        senders = self.gradients.senders
+        senders = self.feedback.senders
         at_home = count(value for one in lossy for value in one.values)
-        at_home += count(self.gradients.residuals)
+        at_home += count(self.feedback.residuals)
         states = [state for sender in senders for state in sender.states] + [
             state for mirror in self.mirrors for state in mirror.states
         ]
         here = count(tensor for state in states for tensor in state.tensors.values())
         here += count(() if self.patch_sender is None else self.patch_sender.sent)
-        return (here, at_home) if self.gradients.home.is_host else (here + at_home, 0)
+        return (here, at_home) if self.feedback.home.is_host else (here + at_home, 0)
 
     # -- checkpoints ------------------------------------------------------------------------------------------------
 
@@ -101,7 +101,7 @@ class ExpertCodecs(SlotCodecs):
         return {
             "mirrors": [mirror.state_dict() for mirror in self.mirrors],
             "replicas": {slot: replica.state_dict() for slot, replica in self.lossy_replicas.items()},
-            "gradients": self.gradients.state_dict(),
+            "gradients": self.feedback.state_dict(),
         }
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
@@ -110,4 +110,4 @@ class ExpertCodecs(SlotCodecs):
             mirror.load_state_dict(kept)
         for slot, replica in self.lossy_replicas.items():
             replica.load_state_dict(saved["replicas"][slot])
-        self.gradients.load_state_dict(saved["gradients"])
+        self.feedback.load_state_dict(saved["gradients"])

@@ -110,7 +110,7 @@ class LayerExperts:
 
     def start_return(self, handle: ReturnHandle) -> None:
         """Go from ACCUMULATING to RETURNING.  Does not block."""
-        self.replicas.make_senders()  # in the current stream, which also frees what is made here
+        self.replicas.prepare_residuals()  # in the current stream, which also frees what is made here
         purpose = Purpose("expert_gradients", "return of expert gradients", self.replicas.layer)
         handle.operation, handle.collected = Reduce(self.replicas, purpose), None
         self.gradient_pipeline.start(handle.operation)
@@ -245,11 +245,11 @@ class MigrationManager:
 
     def take_gradients(self, layer: LayerExperts, handle: ReturnHandle, gradients: Sequence[Tensor]) -> None:
         """Add replica gradients to the sums; at the boundary start their return."""
-        is_lossy = (codecs := layer.replicas.codecs) is not None and codecs.gradients.is_lossy
+        is_lossy = (codecs := layer.replicas.codecs) is not None and codecs.feedback.is_lossy
         if is_lossy or layer.gradients is Gradients.ACCUMULATING or not self._is_boundary():
             refuse_partial(layer.replicas.layer, handle.always)  # what waits must be for the optimizer step
         layer.add_gradients(gradients)
-        handle.operation = None
+        handle.operation = None  # without one, FinishReturn gives the owner's part only
         if self._is_boundary():
             self.before_return()
             layer.start_return(handle)

@@ -297,21 +297,21 @@ class Replicas:
     def sends_own_slot(self, *, is_exact: bool) -> bool:
         """Return True if any level carries the weights of the whole own slot unencoded."""
         stages = [stage for stage in self.stages if stage.level != self.hot_level]
-        return any(is_exact or self.sender_over(stage) is None for stage in stages)
+        return any(is_exact or self.weight_sender_over(stage) is None for stage in stages)
 
-    def sender_over(self, stage: GatherStage) -> Mirror | PatchSender | None:
+    def weight_sender_over(self, stage: GatherStage) -> Mirror | PatchSender | None:
         """Return what encodes the owned weights for a stage; None if they go as they are."""
-        sender = None if self.codecs is None else self.codecs.senders.get(stage.level)
+        sender = None if self.codecs is None else self.codecs.weight_senders.get(stage.level)
         return None if sender is None or (sender.varies and needs_equal_lengths(stage)) else sender
 
-    def make_senders(self) -> None:
+    def prepare_residuals(self) -> None:
         """Make now what is kept of all gradients that leave this rank; otherwise it is made at its first use."""
         if (codecs := self.codecs) is not None:
-            for stage in (one for one in self.stages if codecs.gradients.codecs[one.level] is not None):
+            for stage in (one for one in self.stages if codecs.feedback.codecs[one.level] is not None):
                 for part in (
                     part for peer in stage.peers for slot in peer.weights_from for part in codecs.parts[slot]
                 ):
-                    codecs.gradients.senders[stage.level].prepare(part)
+                    codecs.feedback.senders[stage.level].prepare(part)
 
     def free_sent(self) -> None:
         """Free what only a shipment needed, once it has ended."""
@@ -411,7 +411,7 @@ def make_shipment(replicas: Replicas, *, is_exact: bool) -> Gather:
     if patches is None and (is_sent or own.is_partitioned):
         own.fill(trainable_only=not is_exact)
     _copy_hot(replicas, weights, is_exact=is_exact)
-    if codecs is None or not codecs.senders:
+    if codecs is None or not codecs.weight_senders:
         return shipment
     # 2. Encode them.
     with nullcontext() if replicas.streams is None else replicas.streams.aside(), codecs.counters.timing("encode_s"):
@@ -427,7 +427,7 @@ def make_shipment(replicas: Replicas, *, is_exact: bool) -> Gather:
         sources = own.sources() if codecs.mirrors else []
         encoded.update((mirror, mirror.encode(sources)) for mirror in codecs.mirrors)
         for stage in replicas.stages:
-            if (sender := replicas.sender_over(stage)) is not None:
+            if (sender := replicas.weight_sender_over(stage)) is not None:
                 messages[stage.level] = encoded[sender]
     # 3. Free what only the encoding needed.
     replicas.free_behind_side(weights)

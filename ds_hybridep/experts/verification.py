@@ -121,7 +121,7 @@ def _owners_row(replicas: Replicas, slot: int, holder: int) -> int:
     """Return the row of the owner's checksums that the copy of `slot` on the rank of slot `holder` must equal."""
     if holder == slot or replicas.codecs is None:
         return slot
-    sender = replicas.codecs.senders.get(replicas.level_between(slot, holder))
+    sender = replicas.codecs.weight_senders.get(replicas.level_between(slot, holder))
     return _num_rows(replicas) + replicas.codecs.mirrors.index(sender) if isinstance(sender, Mirror) else slot
 
 

@@ -148,7 +148,7 @@ class CodecCheckpoint:
         """Yield residuals of experts' gradients so far, each with a name; read them in the side stream."""
         for replicas in self.replicas:
             if replicas.codecs is not None:
-                yield from _residuals_of(replicas.layer, replicas.codecs.gradients)
+                yield from _residuals_of(replicas.layer, replicas.codecs.feedback)
 
     def owed_to_others(self) -> Iterator[tuple[str, Tensor]]:
         """Yield residuals of sums of groups so far, and what waits at parameters, each with a name."""
@@ -167,7 +167,7 @@ class CodecCheckpoint:
         found = self.undelivered()
         self.waiting.remove()
         for replicas in self.replicas:
-            if replicas.codecs is not None and replicas.codecs.gradients.is_lossy:
+            if replicas.codecs is not None and replicas.codecs.feedback.is_lossy:
                 found += collect(replicas, replicas.domain_ranks, self._transport, self._transport.world_size)()
         return found
 
@@ -182,7 +182,7 @@ class CodecCheckpoint:
         self.waiting.remove()
         self._migration.mark_weights_changed()
         for codecs in self.of_experts:
-            codecs.gradients.forget()
+            codecs.feedback.forget()
         for sync in self._syncs.values():
             sync.memory.forget()
 

@@ -126,7 +126,7 @@ class HybridRuntime:
         self.hot = HotExperts(config, transport, pairs)
         if self.hot.layers:
             self.migration.before_return = self.hot.send_counts
-        self.codecs = CodecCheckpoint(
+        self.codec_state = CodecCheckpoint(
             config,
             transport,
             planned,
@@ -156,7 +156,7 @@ class HybridRuntime:
         if not self._is_stepping or self._is_committed:
             return False
         self._is_committed = True
-        self.transaction.commit()  # first, because it frees what the step needs
+        self.transaction.commit()  # first, because it frees memory that the step needs
         self.migration.remember_sent()
         return True
 
@@ -179,9 +179,9 @@ class HybridRuntime:
         """
         self._is_stepping = self._is_committed = False
         if was_applied:
-            self.transaction.commit()
+            self.transaction.commit()  # again: an optimizer with a step of its own does not say when it begins
         if self.hot.layers and (found := self.hot.after_step(was_applied=was_applied)):
-            self.codecs.waiting.add(found)
+            self.codec_state.waiting.add(found)
         if was_applied:
             self.migration.after_step(ships=ships)
         else:
@@ -197,7 +197,7 @@ class HybridRuntime:
 
         drops_returned: the owners also drop the gradients that were already returned to them.
         """
-        # The step calls zero_grad itself, after it has used the gradients.
+        # The step calls zero_grad itself; `after_step` then commits or undoes.
         if drops_returned and not self._is_stepping:
             self.undo_gradients()
         self.migration.drop_gradients()
@@ -229,7 +229,7 @@ class HybridRuntime:
 
     def close(self) -> None:
         """Drop connections and replicas.  Waits for nothing, so that it can be called after an error too."""
-        self.codecs.waiting.remove()
+        self.codec_state.waiting.remove()
         self.migration.release()
         self.transport.close()
 
@@ -238,7 +238,7 @@ class HybridRuntime:
     def hand_over(self) -> list[Undelivered]:
         """Return what codecs have not delivered, before another plan; all ranks must call."""
         self.finish()
-        return self.codecs.hand_over()
+        return self.codec_state.hand_over()
 
     def follow(self, earlier: "HybridRuntime", undelivered: Sequence[Undelivered]) -> None:
         """Go on counting where `earlier` stopped, and add what it had not delivered to the next gradients."""
@@ -246,14 +246,14 @@ class HybridRuntime:
         self.statistics.num_steps = earlier.statistics.num_steps
         for name, stats in earlier.layer_stats.items():
             vars(self.layer_stats.setdefault(name, stats)).update(vars(stats))
-        self.codecs.waiting.add(undelivered)
+        self.codec_state.waiting.add(undelivered)
         self.hot.follow(earlier.hot)
 
     # -- a load -------------------------------------------------------------------------------------------------
 
     def forget_gradients(self) -> None:
         """Drop all gradients of the run so far: residuals, and sums that have not returned to their owners."""
-        self.codecs.forget()
+        self.codec_state.forget()
         for sync in self.syncs.values():
             sync.drop_waiting()
         self.clear_gradients(drops_returned=True)
@@ -268,15 +268,15 @@ class HybridRuntime:
     @property
     def codec_s(self) -> float:
         """Seconds that this rank has spent on encoding and decoding under this plan."""
-        counters = [one.counters for one in self.codecs.of_experts]
+        counters = [one.counters for one in self.codec_state.of_experts]
         counters += [sync.memory.counters for sync in self.syncs.values()]
         return sum(one.encode_s + one.decode_s for one in counters)
 
     @property
     def undelivered_norm(self) -> float:
         """L2 norm of the gradients that this rank has kept back."""
-        squares = [one.gradients.squared_residual() for one in self.codecs.of_experts]
-        squares += [squared_norm(one.values) for one in self.codecs.waiting.records()]
+        squares = [one.feedback.squared_residual() for one in self.codec_state.of_experts]
+        squares += [squared_norm(one.values) for one in self.codec_state.waiting.records()]
         return math.sqrt(math.fsum([*squares, *(sync.memory.squared_residual for sync in self.syncs.values())]))
 
     def describe(self) -> str:

@@ -28,7 +28,7 @@ class HeldSum:
         layout = codecs.layout(0, slot)
         assert layout is not None, f"slot {slot} is empty"
         self._layout: MessageLayout = layout
-        self._sender, self._receiver = codecs.gradients.senders[0], codecs.gradients.receiver(0, slot)
+        self._sender, self._receiver = codecs.feedback.senders[0], codecs.feedback.receiver(0, slot)
         self._place, self._scale = place, scale
 
     def new_messages(self) -> list[Tensor]:

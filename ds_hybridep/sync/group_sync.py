@@ -164,7 +164,7 @@ class GroupSync:
         self.memory = CodecMemory(
             name, transport.rank, transaction, encoding, num_ranks=self.num_slots, levels=self._levels, device=device
         )
-        self._waiting: dict[Span, Tensor] = {}  # sums of earlier micro-steps that this rank adds to later ones
+        self._earlier_sums: dict[Span, Tensor] = {}  # sums of earlier micro-steps that this rank adds to later ones
         self.waiting_names: set[str] = set()  # parameters with gradients that wait on some rank
         self._pipeline = StagePipeline(transport)
         self._purposes = [
@@ -225,7 +225,7 @@ class GroupSync:
 
     def drop_waiting(self) -> None:
         """Forget the sums of micro-steps that no optimizer step will use."""
-        self._waiting.clear()
+        self._earlier_sums.clear()
         self.waiting_names.clear()
 
     def _reduce(self, buffer: _SlottedBuffer, codecs: BufferCodecs | None, *, is_last: bool) -> Sequence[Tensor]:
@@ -239,10 +239,10 @@ class GroupSync:
         for slot in carried:
             spans = buffer.spans[slot]
             for span, total in zip(spans, sums[slot].split([span.num_elements for span in spans]), strict=True):
-                if (earlier := self._waiting.pop(span, None)) is not None:
+                if (earlier := self._earlier_sums.pop(span, None)) is not None:
                     total += earlier
                 if not is_last:
-                    self._waiting[span] = total.clone()
+                    self._earlier_sums[span] = total.clone()
         names = {span.name for spans in buffer.spans for span in spans}
         if is_last:
             self.waiting_names -= names

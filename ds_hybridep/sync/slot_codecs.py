@@ -45,7 +45,7 @@ class SlotCodecs:
 
     Args:
         parts: by slot, the parts of its messages.
-        gradients: who encodes and decodes gradients; other slots may share it.
+        feedback: who encodes and decodes gradients; other slots may share it.
         counters: of these slots and others.
         kind: what a gather of these slots brings, for the counters.
     """
@@ -53,11 +53,11 @@ class SlotCodecs:
     def __init__(
         self,
         parts: Mapping[SlotKey, tuple[PacketPart, ...]],
-        gradients: ErrorFeedback,
+        feedback: ErrorFeedback,
         counters: CodecCounters | None = None,
         kind: Literal["weight", "gradient"] = "gradient",
     ) -> None:
-        self.parts, self.gradients, self.kind = parts, gradients, kind
+        self.parts, self.feedback, self.kind = parts, feedback, kind
         self.counters = counters or CodecCounters()
         self._layouts: dict[tuple[int, SlotKey], MessageLayout] = {}  # of gradients, by level and slot
 
@@ -71,7 +71,7 @@ class SlotCodecs:
 
     def layout(self, level: int, slot: SlotKey) -> MessageLayout | None:
         """Return the layout of a slot's messages of gradients over a level; None if they go as they are."""
-        codec = self.gradients.codecs[level]
+        codec = self.feedback.codecs[level]
         if codec is None or not self.parts[slot]:
             return None
         if (level, slot) not in self._layouts:

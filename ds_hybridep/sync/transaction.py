@@ -6,8 +6,7 @@ commit    the step is applied: all changes stay
 undo      the step is skipped, or its gradients are dropped: everybody has again what the last applied step left
 """
 
-from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 
@@ -51,14 +50,7 @@ class Transaction:
             participant.undo()
         self._participants.clear()
 
-    def before_backward(
-        self, undo_replaced: Callable[[], None], original: Callable[..., Any], *args: Any, **kwargs: Any
-    ) -> Any:
-        """Call `undo_replaced` if somebody joined in an earlier backward; then call `original`.
-
-        Call this at each output of the model in a backward.
-        """
+    def is_of_an_earlier_backward(self) -> bool:
+        """Return True, in a backward, if somebody joined in an earlier one."""
         # Numbers grow, so a backward inside another one, as re-entrant checkpointing has it, is no earlier one.
-        if self._participants and self._backward < torch._C._current_graph_task_id():
-            undo_replaced()
-        return original(*args, **kwargs)
+        return bool(self._participants) and self._backward < torch._C._current_graph_task_id()

@@ -220,7 +220,7 @@ def needs_equal_lengths(stage: GatherStage) -> bool:
 class Reduce(StagedTransfer):
     """One reduce of gradients, fastest level first.
 
-    Adds the other ranks' sums for the own slot to this rank's.
+    Adds what arrives to the sums of its slot: of the own one, and of those that a slower stage sends on.
 
     Args:
         stages: those of the group's stages to cross, by default all.
@@ -257,7 +257,7 @@ class Reduce(StagedTransfer):
             messages = [total.to(dtype) for total, (_, dtype) in zip(self.slots.sums(slot), sizes, strict=True)]
         else:
             with self._timing("encode_s"):
-                sender = codecs.gradients.senders[level]
+                sender = codecs.feedback.senders[level]
                 messages = [sender.encode(layout, self.slots.sum_parts(slot), self._scale)]
             codecs.counters.count("gradient", messages[0].nbytes, layout.fp32_bytes)
         self.slots.drop_sums(slot)
@@ -281,7 +281,7 @@ class Reduce(StagedTransfer):
     def _add(self, slot: SlotKey, level: int, sender: int, messages: Sequence[Tensor]) -> None:
         codecs, layout = self.slots.codecs, self._layout(slot, level)
         if codecs is not None and layout is not None:
-            receiver = codecs.gradients.receiver(level, sender)
+            receiver = codecs.feedback.receiver(level, sender)
             receiver.add(layout, messages[0], self.slots.sum_parts(slot), self._scale)
         else:
             for total, message in zip(self.slots.sums(slot), messages, strict=True):

@@ -237,7 +237,7 @@ def collect(
         A function that waits for what others have sent of this rank's experts, and returns it.
     """
     assert (codecs := slots.codecs) is not None, f"{slots.layer}: nothing is lossy"
-    gradients, own, sent_parts = codecs.gradients, slots.own_slot, codecs.parts if parts is None else parts
+    gradients, own, sent_parts = codecs.feedback, slots.own_slot, codecs.parts if parts is None else parts
     others = [slot for slot in range(len(ranks)) if slot != own]
     # Two ranks hold each other's slots as a whole, or only the hot experts.
     is_far = {slot: not codecs.parts[slot] for slot in others}
@@ -277,7 +277,7 @@ def _residuals(slots: Slots, parts: Sequence[PacketPart]) -> Tensor:
     found = _zeros(slots, parts)
     for total, part in zip(found.split([part.fp32_bytes // 4 for part in parts]) if parts else (), parts, strict=True):
         for stage in slots.stages:
-            residual = codecs.gradients.senders[stage.level].residual(part.spans[0])
+            residual = codecs.feedback.senders[stage.level].residual(part.spans[0])
             if residual is not None:
                 total += residual.view(-1)
     return found

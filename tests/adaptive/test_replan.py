@@ -83,7 +83,7 @@ def kept_back(engine: Engine) -> dict[str, torch.Tensor]:
     result = {}
     for replicas in replicas_of(engine):
         total = torch.zeros(len(replicas.domain_ranks), sum(part.rows * part.cols for part in replicas.parts) * 2)
-        gradients, sizes = replicas.codecs.gradients, [part.fp32_bytes // 4 for part in replicas.parts]
+        gradients, sizes = replicas.codecs.feedback, [part.fp32_bytes // 4 for part in replicas.parts]
         starts = {part.spans[0]: slot for slot, parts in replicas.slot_parts.items() for part in parts}
         for _, span, residual in gradients.undelivered():
             place = total[starts[span]].split(sizes)[replicas.trainable_names.index(span.name.split()[1])]
@@ -106,7 +106,7 @@ def residuals_before_and_after(case: Case, block: dict[str, Any]) -> list[tuple[
             owed[name] = sum(everywhere[rank][replicas.own_slot] for rank in replicas.domain_ranks)
         ds_hybridep.replan(engine, block_of(case, **block))
         attachment = attachment_of(engine)
-        waiting = attachment.runtime.codecs.waiting
+        waiting = attachment.runtime.codec_state.waiting
         taken = {(one.name, one.start): one.values * dist.get_world_size() for one in waiting.records()}
         pairs = [
             (owed[name], torch.cat([taken[one] for n in names for one in sorted(taken) if one[0] == f"{name} {n}"]))
@@ -123,7 +123,7 @@ def gradients_of_nothing(case: Case) -> list[tuple[torch.Tensor, torch.Tensor]]:
         train(engine, case, 0, 3)
         ds_hybridep.replan(engine, block_of(case, **block_of_sizes(case, (1, 1))))
         attachment = attachment_of(engine)
-        waiting = attachment.runtime.codecs.waiting
+        waiting = attachment.runtime.codec_state.waiting
         carried = {(one.name, one.start): one.values.clone() for one in waiting.records() if " " in one.name}
         before = {name: p.detach().clone() for name, p in engine.module.named_parameters()}
         loss = engine(*batch_of(case, 99)) * 0.0
@@ -268,7 +268,7 @@ def load_into_a_lossy_plan(case: Case, folder: str) -> tuple[JobPlan, float, flo
 
 def carried_norm(engine: Engine) -> float:
     """L2 norm of what waits at parameters without replicas."""
-    records = attachment_of(engine).runtime.codecs.waiting.records()
+    records = attachment_of(engine).runtime.codec_state.waiting.records()
     return sum(float(one.values.square().sum()) for one in records) ** 0.5
 
 

@@ -149,7 +149,7 @@ def resume(case: Case, codecs: Codecs, folder: str, then: Codecs | None = None) 
             "equal": all(map(torch.equal, parameters, engine.module.parameters())),
             "residual": residual,
             "handed over": handed_over,
-            "left": bool(runtime_of(engine).codecs.waiting.records()),
+            "left": bool(runtime_of(engine).codec_state.waiting.records()),
         }
 
 
@@ -213,7 +213,7 @@ def losses_with_shared_experts(cases: list[Case]) -> list[list[float]]:
 
 def undelivered_of(engine: Engine) -> float:
     """In the units of sums over ranks, as residuals of experts are."""
-    records = [one for one in runtime_of(engine).codecs.undelivered() if " " in one.name]
+    records = [one for one in runtime_of(engine).codec_state.undelivered() if " " in one.name]
     return dist.get_world_size() * weighted_sum_of(one.values.view(1, -1) for one in records)
 
 

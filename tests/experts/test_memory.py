@@ -63,7 +63,7 @@ def bytes_of_steps(case: Case, codecs: Any, state: str) -> dict[str, Any]:
 def kept_by(engine: Any) -> list[torch.Tensor]:
     """Residuals of gradients, and the weights of replicas."""
     feedbacks = [replicas.codecs for replicas in replicas_of(engine)]
-    kept = [residual for one in feedbacks for residual in one.gradients.residuals]
+    kept = [residual for one in feedbacks for residual in one.feedback.residuals]
     kept += [weights for replicas in replicas_of(engine) for weights in replicas.weights]
     return [tensor.clone() for tensor in kept]
 

@@ -78,7 +78,7 @@ def sums_of_gradients(
         for step in range(steps):
             single.append(backward(engine, case, step))
             engine.step()
-            num_waiting += len(runtime_of(engine).codecs.waiting.records())
+            num_waiting += len(runtime_of(engine).codec_state.waiting.records())
             if step in skipped:
                 skip(engine, case, step + 100)
         changes = [layer["hot_changes"] for layer in ds_hybridep.stats(engine)["layers"]]
@@ -120,7 +120,10 @@ def resume(case: Case, codecs: Sequence[Any], before: int, folder: str) -> dict[
     with engine_of(case, with_block=True, hybridep=block) as engine:
         train(engine, case, 0, before)
         engine.save_checkpoint(folder)
-        has_left_out = bool(runtime_of(engine).codecs.waiting.records()), any(map(torch.any, residuals_of(engine)))
+        has_left_out = (
+            bool(runtime_of(engine).codec_state.waiting.records()),
+            any(map(torch.any, residuals_of(engine))),
+        )
         for _ in range(2):
             runs.append((train(engine, case, before, 3), whole_parameters(engine.module)))
             engine.load_checkpoint(folder)
@@ -141,9 +144,9 @@ def undelivered(engine: Engine) -> dict[str, torch.Tensor]:
     pieces = [
         (span.name, span.start, residual.reshape(-1))
         for replicas in replicas_of(engine)
-        for _, span, residual in replicas.codecs.gradients.undelivered()
+        for _, span, residual in replicas.codecs.feedback.undelivered()
     ]
-    waiting = runtime_of(engine).codecs.waiting.records()
+    waiting = runtime_of(engine).codec_state.waiting.records()
     pieces += [(one.name, one.start, dist.get_world_size() * one.values) for one in waiting]
     of_all: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(of_all, pieces)
@@ -179,7 +182,7 @@ def go_back_in_the_middle(case: Case, codecs: Sequence[Any], folder: str) -> dic
         engine.load_checkpoint(folder)
         loaded, now = undelivered(engine), [one["hot_experts"] for one in ds_hybridep.stats(engine)["layers"]]
         stranded = [
-            len({(level, span) for level, span, _ in one.codecs.gradients.undelivered()} - sent_by(one))
+            len({(level, span) for level, span, _ in one.codecs.feedback.undelivered()} - sent_by(one))
             for one in replicas_of(engine)
         ]
         engine.backward(loss_of(engine, case, *batch_of(case, 2, 1)))

@@ -29,7 +29,7 @@ def digest(engine: Any) -> str:
 def residuals(engine: Any) -> dict[str, float]:
     """Sum over this rank's residuals of each dense parameter, waiting ones included."""
     total: dict[str, float] = {}
-    for one in engine.__dict__["_hybridep_attachment"].runtime.codecs.undelivered():
+    for one in engine.__dict__["_hybridep_attachment"].runtime.codec_state.undelivered():
         if " " not in one.name:  # not of an expert
             total[one.name] = total.get(one.name, 0.0) + float(one.values.double().sum())
     return {name: value for name, value in total.items() if value}

@@ -125,7 +125,7 @@ def _memory_of_layer(
     held = Replicas(
         "", experts, partition, gather_stages(partition, rank), rank=rank, encoding=encoding, transaction=Transaction()
     )
-    held.make_senders()
+    held.prepare_residuals()
     replicas = sum(weights.nbytes for weights in held.weights)
     codecs = held.num_bytes - replicas
     if keeps_own or held.sends_own_slot(is_exact=False):
@@ -141,7 +141,7 @@ def _memory_of_layer(
         sent=0 if keeps_own or not held.sends_patches else own_bytes,
         sums=slot_sums * len(held.replica_slots),
         own_sums=slot_sums,
-        residuals=0 if held.codecs is None else sum(one.nbytes for one in held.codecs.gradients.residuals),
+        residuals=0 if held.codecs is None else sum(one.nbytes for one in held.codecs.feedback.residuals),
     )
 
 

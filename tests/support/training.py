@@ -134,7 +134,7 @@ def replicas_of(engine: Engine) -> list[Any]:
 
 
 def residuals_of(engine: Engine) -> list[torch.Tensor]:
-    return [residual.clone() for one in replicas_of(engine) for residual in one.codecs.gradients.residuals]
+    return [residual.clone() for one in replicas_of(engine) for residual in one.codecs.feedback.residuals]
 
 
 def owed(engine: Engine) -> str:

@@ -15,7 +15,7 @@ from torch import nn
 from training import batch_of, engine_of, train
 
 import ds_hybridep
-from ds_hybridep.deepspeed.dense import DenseSync
+from ds_hybridep.deepspeed.data_parallel import DataParallelSync
 
 pytestmark = pytest.mark.dist
 
@@ -159,7 +159,7 @@ def test_the_first_gather_after_a_load_and_refresh_is_exact(pool4: ProcessPool, 
 
 
 class Sums:
-    """Notes what `DenseSync` asks a group to sum."""
+    """Notes what `DataParallelSync` asks a group to sum."""
 
     def __init__(self) -> None:
         self.asked: list[Any] = []
@@ -183,7 +183,7 @@ def test_slices_have_the_names_of_their_parameters(second: Any, asked: list[Any]
     """In a bucket that also has a parameter of another group in it, between the two."""
     a, other, b = (nn.Parameter(torch.zeros(shape)) for shape in ((2, 4), (3,), (4, 4)))
     other.allreduce, other.group_name = False, "experts"  # as DeepSpeed marks an expert
-    sums, sync = Sums(), DenseSync.__new__(DenseSync)
+    sums, sync = Sums(), DataParallelSync.__new__(DataParallelSync)
     sync._syncs, sync._names, sync._is_boundary = {"all": sums}, {id(a): "a", id(b): "b"}, lambda: True
     sync._optimizer = SimpleNamespace(
         dp_process_group="all",

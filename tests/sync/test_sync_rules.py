@@ -35,7 +35,7 @@ def leave_out(case: Any, with_block: bool, unused_in: int | None) -> dict[str, t
                 engine.backward(loss)
                 engine.step()
                 if with_block and micro_step:
-                    assert not dense_sync_of(engine)._waiting
+                    assert not dense_sync_of(engine).waiting_names
         named = engine.module.named_parameters()
         return {name: p.detach().clone() for name, p in named if "experts" not in name}
 
@@ -111,7 +111,7 @@ def load_under_other_sums(case: Any, folder: str, changed: dict[str, Any]) -> tu
     settings = {"hybridep": over_slow_level(case, gradient_codec="int4")}
 
     def kept(engine: Any) -> torch.Tensor:
-        found = engine.__dict__["_hybridep_attachment"].runtime.codecs.undelivered()
+        found = engine.__dict__["_hybridep_attachment"].runtime.codec_state.undelivered()
         return torch.cat([one.values.double().view(-1) for one in found]).sum()
 
     with engine_of(case, with_block=True, **settings) as engine:

@@ -35,7 +35,10 @@ def test_changes_of_an_earlier_backward_are_undone_and_none_of_the_same() -> Non
     transaction, found = Transaction(), []
 
     def begin(gradient: torch.Tensor) -> None:
-        transaction.before_backward(lambda: (found.append("undone"), transaction.undo()), found.append, "began")
+        if transaction.is_of_an_earlier_backward():
+            found.append("undone")
+            transaction.undo()
+        found.append("began")
         transaction.join(participant)
 
     participant, x = Participant(), torch.ones(1, requires_grad=True)
@@ -52,11 +55,9 @@ def test_changes_before_the_first_output_belong_to_the_same_backward() -> None:
     transaction, found = Transaction(), []
     x = torch.ones(1, requires_grad=True)
     behind, output = x * 2, x * 3
-    output.register_hook(
-        lambda gradient: transaction.before_backward(lambda: found.append("undone"), found.append, "began")
-    )
+    output.register_hook(lambda gradient: found.append(transaction.is_of_an_earlier_backward()))
     total = (behind * output).sum()
     total.register_hook(lambda gradient: transaction.join(Participant()))
     total.backward()
-    assert found == ["began"]
+    assert found == [False]
     assert len(transaction) == 1

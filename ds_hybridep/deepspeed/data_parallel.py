@@ -76,7 +76,7 @@ def _process_group(engine: Any, name: str) -> Any:
     return engine.seq_data_parallel_group if name == DENSE else find(name.removeprefix(EXPERTS))
 
 
-class DenseSync:
+class DataParallelSync:
     """Carries DeepSpeed's sums and gathers for one engine that `why_unsupported` accepts.
 
     DeepSpeed calls in at these places, with the process group that it would use itself:
@@ -297,7 +297,7 @@ class DenseSync:
         return whole(self._names.get(id(parameter), ""), parameter.shape)
 
 
-_watching: weakref.WeakSet[DenseSync] = weakref.WeakSet()
+_watching: weakref.WeakSet[DataParallelSync] = weakref.WeakSet()
 
 
 def _gather_by_level(original: Callable[..., Any]) -> Callable[..., None]:
