@@ -2,7 +2,7 @@
 """What codecs keep of one layer's experts between steps: mirrors of weights, and residuals of gradients."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
@@ -66,8 +66,8 @@ class ExpertCodecs(SlotCodecs):
     def sums(self, weights: Sequence[Tensor]) -> CodecSums:
         """Return what codecs did.  weights: the owned ones, [e, *shape] for each part."""
         distances = [mirror.squared_distance(weights) for mirror in self.mirrors]
-        return CodecSums(
-            **asdict(self.counters),
+        return replace(
+            self.counters,
             squared_error=sum(apart for apart, _ in distances),
             squared_weight=sum(whole for _, whole in distances),
             squared_residual=self.feedback.squared_residual(),

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ds_hybridep.codecs import Codec, PacketOrder, PatchCodec
 from ds_hybridep.geometry.slots import Span
-from ds_hybridep.sync.counters import CodecCounters
+from ds_hybridep.sync.counters import CodecSums
 from ds_hybridep.sync.error_feedback import ErrorFeedback
 from ds_hybridep.sync.flat import parts_of, split
 from ds_hybridep.sync.home import Home
@@ -79,7 +79,7 @@ class ParameterCodecs(SlotCodecs):
         *,
         dtype: torch.dtype,
         nothing: ErrorFeedback,
-        counters: CodecCounters,
+        counters: CodecSums,
     ) -> None:
         super().__init__({slot: parts_of(held) for slot, held in enumerate(spans)}, nothing, counters, "weight")
         used = {level: codec for level, codec in codecs.items() if codec is not None}

@@ -9,11 +9,12 @@ from typing import Literal
 
 
 @dataclass
-class CodecCounters:
+class CodecSums:
     """What the codecs of one layer did on this rank under one plan, as sums that can be added over ranks.
 
     Bytes count encoded messages as they were sent, fp32 bytes what these hold.  Seconds are the host's: with a device,
-    for which the host only queues work, they cover queueing and waiting.
+    for which the host only queues work, they cover queueing and waiting.  Squares are of what is there now; whoever
+    reports fills them in.
     """
 
     weight_bytes: float = 0.0
@@ -23,11 +24,18 @@ class CodecCounters:
     encode_s: float = 0.0
     decode_s: float = 0.0
     exposed_s: float = 0.0
+    squared_error: float = 0.0  # of mirrors against weights
+    squared_weight: float = 0.0  # of those weights
+    squared_residual: float = 0.0  # of gradients not delivered yet
 
     def count(self, kind: Literal["weight", "gradient"], num_bytes: int, fp32_bytes: int) -> None:
         """Count one message that is sent."""
-        for name, more in ((f"{kind}_bytes", num_bytes), (f"{kind}_fp32_bytes", fp32_bytes)):
-            setattr(self, name, getattr(self, name) + more)
+        if kind == "weight":
+            self.weight_bytes += num_bytes
+            self.weight_fp32_bytes += fp32_bytes
+        else:
+            self.gradient_bytes += num_bytes
+            self.gradient_fp32_bytes += fp32_bytes
 
     @contextmanager
     def timing(self, name: Literal["encode_s", "decode_s", "exposed_s"]) -> Iterator[None]:
@@ -35,15 +43,6 @@ class CodecCounters:
         begin_s = time.perf_counter()
         yield
         setattr(self, name, getattr(self, name) + time.perf_counter() - begin_s)
-
-
-@dataclass
-class CodecSums(CodecCounters):
-    """The counters, and the present sums of squares."""
-
-    squared_error: float = 0.0  # of mirrors against weights
-    squared_weight: float = 0.0  # of those weights
-    squared_residual: float = 0.0  # of gradients not delivered yet
 
     def record(self, num_ranks: int = 1) -> dict[str, float]:
         """Return a record for `ds_hybridep.stats` and reports, of one rank or of `num_ranks` with mean seconds.

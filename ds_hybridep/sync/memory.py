@@ -2,7 +2,7 @@
 """What the codecs of one data-parallel group keep, in use and in checkpoints."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, astuple
+from dataclasses import astuple, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ds_hybridep.geometry.slots import Span, cut, even_bounds
 from ds_hybridep.sync.buffers import ParameterCodecs
-from ds_hybridep.sync.counters import CodecCounters, CodecSums
+from ds_hybridep.sync.counters import CodecSums
 from ds_hybridep.sync.error_feedback import ErrorFeedback
 from ds_hybridep.sync.flat import hash_of, parts_of
 from ds_hybridep.sync.home import Home
@@ -57,7 +57,7 @@ class CodecMemory:
         self.results = ErrorFeedback(f"{name}, results", (slowest,), home, transaction, rank=rank)
         self.rounded = ErrorFeedback(f"{name}, rounded", (None,), home, transaction, rank=rank)
         self.parameters: dict[str, ParameterCodecs] = {}  # by dtype and spans
-        self.counters = CodecCounters()  # what codecs did
+        self.counters = CodecSums()  # what codecs did
         self._nothing = ErrorFeedback("", (), Home(device), transaction, rank=rank)
         self._buffers: dict[str, BufferCodecs] = {}  # by dtype and spans, the latest ones
         self._slices: dict[Span, list[tuple[int, Span]]] = {}  # of sums for all ranks: (slot, part of the span)
@@ -71,7 +71,7 @@ class CodecMemory:
 
     def stats(self) -> CodecSums:
         """Return what codecs did, and how much of the gradients they have not delivered."""
-        return CodecSums(**asdict(self.counters), squared_residual=self.squared_residual)
+        return replace(self.counters, squared_residual=self.squared_residual)
 
     def forget(self) -> None:
         """Drop everything but the counters; all ranks must call."""

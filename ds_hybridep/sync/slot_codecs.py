@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ds_hybridep.codecs import Codec, PatchCodec
-from ds_hybridep.sync.counters import CodecCounters
+from ds_hybridep.sync.counters import CodecSums
 from ds_hybridep.sync.error_feedback import ErrorFeedback
 from ds_hybridep.sync.messages import MessageLayout, PacketPart
 from ds_hybridep.sync.stages import SlotKey
@@ -54,11 +54,11 @@ class SlotCodecs:
         self,
         parts: Mapping[SlotKey, tuple[PacketPart, ...]],
         feedback: ErrorFeedback,
-        counters: CodecCounters | None = None,
+        counters: CodecSums | None = None,
         kind: Literal["weight", "gradient"] = "gradient",
     ) -> None:
         self.parts, self.feedback, self.kind = parts, feedback, kind
-        self.counters = counters or CodecCounters()
+        self.counters = counters or CodecSums()
         self._layouts: dict[tuple[int, SlotKey], MessageLayout] = {}  # of gradients, by level and slot
 
     def replace_parts(self, parts: Mapping[SlotKey, tuple[PacketPart, ...]]) -> None:
