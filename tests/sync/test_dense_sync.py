@@ -152,7 +152,6 @@ def losses_of(case: Case, with_block: bool, config: dict[str, Any]) -> dict[str,
     "config",
     [
         slow({"prescale_gradients": True}),
-        slow({"gradient_predivide_factor": 2.0}),
         slow({"communication_data_type": "bf16"}),
     ],
     ids=lambda config: next(iter(config)),
@@ -210,6 +209,13 @@ def test_other_ways_of_zero_to_reduce_are_refused(pool4: ProcessPool, stage: int
         assert 'hybridep.dense_sync is "hierarchical"' in message
         assert f"zero_optimization.{setting} = false; leave it at true" in message
         assert 'or set hybridep.dense_sync to "deepspeed"' in message
+
+
+def test_division_before_the_sums_is_refused(pool4: ProcessPool) -> None:
+    config = {"gradient_predivide_factor": 2.0}
+    for kind, message in pool4.run(refuse, case=world4(2, 1, zero_stage=0), config=config):
+        assert kind == "UnsupportedError"
+        assert "does not work with gradient_predivide_factor; leave it at 1" in message
 
 
 def refuse_sparse_embedding(case: Case) -> tuple[str, str]:
