@@ -2,7 +2,7 @@
 """Checksums of what a rank holds, for `ds_hybridep.stats`: runs that are equal in every bit have equal ones."""
 
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import nullcontext
 from typing import Any
 
@@ -24,12 +24,14 @@ def checksums_of(engine: Any, runtime: HybridRuntime) -> dict[str, str]:
     """
     kernels, codecs = runtime.kernels, runtime.codec_state
     streams = next((layer.replicas.streams for layer in runtime.migration.layers), None)
+    owed, weights = (torch.zeros(2, dtype=torch.int64, device=engine.device) for _ in range(2))
     with nullcontext() if streams is None else streams.aside():  # where these residuals are written and freed
-        to_experts = _sums(codecs.owed_to_experts(), kernels, engine.device)
+        _add(owed, codecs.owed_to_experts(), kernels)
     if streams is not None:
         streams.join()
-    owed = _sums(codecs.owed_to_others(), kernels, engine.device, to_experts)
-    return {"weights": _hex(_sums(_weights(engine), kernels, engine.device)), "owed": _hex(owed)}
+    _add(owed, codecs.owed_to_others(), kernels)
+    _add(weights, _weights(engine), kernels)
+    return {"weights": _hex(weights), "owed": _hex(owed)}
 
 
 def _weights(engine: Any) -> Iterator[tuple[str, Tensor]]:
@@ -44,16 +46,12 @@ def _weights(engine: Any) -> Iterator[tuple[str, Tensor]]:
             yield name, parameter.detach()
 
 
-def _sums(
-    named: Iterable[tuple[str, Tensor]], kernels: Kernels, device: torch.device, total: Sequence[int] = (0, 0)
-) -> Sequence[int]:
-    """Return `total` and two sums over bits and names, whatever the order; tensors of zeros do not count."""
+def _add(total: Tensor, named: Iterable[tuple[str, Tensor]], kernels: Kernels) -> None:
+    """Add sums over bits and names, whatever the order, modulo 2^64; the host does not wait.  Zeros do not count."""
     for name, tensor in named:
         odd = zlib.crc32(name.encode()) | 1
-        found: list[int] = kernels.bit_sums(tensor.detach().to(device).contiguous()).tolist()
-        total = [before + odd * one for before, one in zip(total, found, strict=True)]
-    return total
+        total += kernels.bit_sums(tensor.detach().to(total.device).contiguous()) * odd
 
 
-def _hex(sums: Iterable[int]) -> str:
-    return "".join(f"{one & 2**64 - 1:016x}" for one in sums)
+def _hex(total: Tensor) -> str:
+    return "".join(f"{one & 2**64 - 1:016x}" for one in total.tolist())

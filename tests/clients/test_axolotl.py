@@ -98,7 +98,8 @@ def test_the_recipe_trains_and_saves_what_deepspeed_alone_does(tmp_path: Path, m
     losses = losses_of(with_blocks / "checkpoint-6")
     assert len(losses) == 9
     assert losses == pytest.approx(losses_of(alone / "checkpoint-6"), rel=1e-5)
-    assert_same_weights(with_blocks, alone, ["model.safetensors" if is_whole else "adapter_model.safetensors"])
+    file = "model.safetensors" if is_whole else "adapter_model.safetensors"
+    assert_same_weights(with_blocks, alone, [file], within=1e-4 if is_whole else 1e-5)
     found, expected = (
         PROGRAM.logits(one) if is_whole else PROGRAM.logits(tmp_path / "model", one) for one in (with_blocks, alone)
     )

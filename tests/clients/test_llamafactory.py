@@ -94,7 +94,8 @@ def test_the_recipe_trains_and_saves_what_deepspeed_alone_does(tmp_path: Path, m
     assert losses == pytest.approx(losses_of(alone), rel=1e-5)
     is_whole, is_reward = METHODS[method]["finetuning_type"] == "full", METHODS[method]["stage"] == "rm"
     file = "model.safetensors" if is_whole else "adapter_model.safetensors"
-    assert_same_weights(with_blocks, alone, [file, *(["value_head.safetensors"] if is_reward else [])])
+    files = [file, "value_head.safetensors"] if is_reward else [file]
+    assert_same_weights(with_blocks, alone, files, within=1e-4 if is_reward else 1e-5)
     found, expected = (
         PROGRAM.logits(one) if is_whole else PROGRAM.logits(tmp_path / "model", one) for one in (with_blocks, alone)
     )
