@@ -58,7 +58,7 @@ gpu: $(INSTALLED)
 	@$(BIN)/python -m benchmarks gpu $(if $(PRETEND),--pretend)
 
 test: $(INSTALLED)
-	$(BIN)/python -m pytest -m "not slow and not gpu" -n 3 --dist loadgroup
+	$(BIN)/python -m pytest -m "not slow and not gpu" -n 4 --dist loadgroup
 
 test-repeat: $(INSTALLED)
 	@$(BIN)/python .ci/repeat.py --runs $(or $(N),10) --load $(or $(LOAD),0)

@@ -244,7 +244,7 @@ LAW = [  # (domain sizes, codecs by level, options)
     ((2, 1), ("int4", "int2"), {"zero_stage": 2, "accumulation": 2}),
     slow((2, 1), ("int4", "int2"), {"zero_stage": 2}),
     slow((2, 1), ("identity", "int2"), {"zero_stage": 0}),
-    ((1, 2), (LOW_RANK, "int4"), {"zero_stage": 0, "hot_level": 0}),
+    slow((1, 2), (LOW_RANK, "int4"), {"zero_stage": 0, "hot_level": 0}),
     slow((1, 2), ("int2", "int4"), {"zero_stage": 0, "hot_level": 0}),
     slow((1, 2), ("int2", "identity"), {"zero_stage": 1, "hot_level": 0}),
 ]

@@ -191,7 +191,8 @@ def test_exchanges_and_other_levels(pool4: ProcessPool) -> None:
     assert_parity_and_changes(pool4, cases)
 
 
-@pytest.mark.parametrize("is_reentrant", [False, slow(True)])
+@pytest.mark.slow
+@pytest.mark.parametrize("is_reentrant", [False, True])
 def test_checkpointing(pool4: ProcessPool, is_reentrant: bool) -> None:
     toy = replace(FEW, num_layers=3)
     cases = [

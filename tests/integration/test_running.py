@@ -210,7 +210,7 @@ def evaluate_on_one_rank(case: Case) -> tuple[str, float]:
 @pytest.mark.parametrize(
     "case",
     [
-        world4(2, 1, hot_experts=2, hot_level=1, zero_stage=1),
+        slow(world4(2, 1, hot_experts=2, hot_level=1, zero_stage=1)),
         pytest.param(case4("mixtral", 2, 1, zero_stage=3), marks=needs_transformers),
     ],
     ids=["hot experts", "zero 3"],
@@ -228,7 +228,7 @@ def test_a_first_evaluation_in_inference_mode_changes_nothing(pool4: ProcessPool
         slow(world4(2, 2, zero_stage=1), ["optim_states", "hp_params"], {}),
         pytest.param(
             case4("mixtral", 2, 1, zero_stage=3), ["lp_params", "lp_grads", "contiguous_grad_buffer"], {},
-            marks=needs_transformers,
+            marks=[needs_transformers, pytest.mark.slow],
         ),
     ],
     ids=["zero 1", "zero 2", "optimizer only", "zero 3"],

@@ -220,6 +220,7 @@ while True:
 """
 
 
+@pytest.mark.slow
 def test_64_processes_at_once_build_once(fake_compiler, tmp_path):
     environment = {**os.environ, "TMPDIR": str(tmp_path / "temporary")}
     command = [sys.executable, "-c", LOAD_IN_MANY, str(FAKE_COMPILE), "64"]

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 from counted_bytes import ACCUMULATION, TOY, counted_in_one_step, counted_with_hot_experts, workload_of
+from marks import slow
 from parity import Case
 from process_pool import ProcessPool
 
@@ -89,7 +90,7 @@ def test_bytes_of_rows_under_a_token_codec_are_predicted(pool4: ProcessPool, che
     assert uplink_totals(case, exact, measured, "tokens")[0] - sent[0] == pytest.approx(saved, rel=1e-9)
 
 
-@pytest.mark.parametrize("codec", ["identity", "int8"])
+@pytest.mark.parametrize("codec", ["identity", slow("int8")])
 @pytest.mark.parametrize(("sizes", "domain_sizes"), [((4,), (1,)), ((2, 2), (2, 1)), ((2, 2), (1, 1))])
 def test_copies_of_hot_experts_over_the_busiest_link_are_predicted(pool4: ProcessPool, sizes, domain_sizes, codec):
     """Two tokens need four of eight experts; of these, up to three are hot inside the last level."""

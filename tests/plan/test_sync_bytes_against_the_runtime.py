@@ -136,10 +136,11 @@ SETS: dict[str, list[dict[str, Any]]] = {
 }
 
 
-OFTEN = {(0, 4, "recommended"), (1, 2, "recommended"), (1, 4, "inside"), (2, 2, "inside")}
+OFTEN = {(0, 4, "recommended"), (1, 2, "recommended"), (2, 2, "inside"), (1, 2, "exact")}
+OFTEN |= {(0, 2, "both"), (1, 4, "both"), (2, 4, "both")}
 CASES = [
     (stage, ep_size, name)
-    if name == "both" or (name, ep_size) == ("exact", 2) or (stage, ep_size, name) in OFTEN
+    if (stage, ep_size, name) in OFTEN
     else pytest.param(stage, ep_size, name, marks=pytest.mark.slow)
     for stage in (0, 1, 2)
     for ep_size in (4, 2)

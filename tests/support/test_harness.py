@@ -105,6 +105,7 @@ TOLERANCE_CASES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", TOLERANCE_CASES, ids=lambda case: case.id)
 def test_another_order_of_sums_is_inside_the_tolerance_and_a_wrong_gradient_is_not(
     pool4: ProcessPool, case: Case
