@@ -158,7 +158,7 @@ FAULTS = (
         "deepspeed/site_exchange.py",
         "self.packets.transaction.undo()",
         "self.packets.transaction.commit()",
-        "tests/sites/test_taken_over.py::test_an_exchange_that_does_not_count_leaves_no_residual",
+        "tests/sites/test_repeated_exchange.py::test_an_exchange_that_does_not_count_leaves_no_residual",
     ),
 )
 

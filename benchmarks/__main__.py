@@ -20,6 +20,7 @@ PROGRAMS = {
     "latency": "what a long link costs a step",
     "sites": "step time if each datacentre is a job of its own, beside one job over both",
     "site-kills": "whether sites go on, and come back with the same weights, while random ones are killed",
+    "site-joins": "how long a site takes to join over a slow link, and what that costs the one that trains",
     "faults": "how soon all ranks end when one breaks, and whether they name the cause",
     "cuts": "losses on links that misbehave for a while, against an undisturbed run",
     "soak": "training for hours on links and machines that misbehave",
@@ -42,7 +43,19 @@ PROGRAMS = {
     "export": "memory and time of `ds_hybridep export`",
     "is-it-for-you": "writes docs/is-it-for-you.md",
 }
-ON_EMULATED_HOSTS = ("demo", "e2e", "latency", "sites", "faults", "cuts", "soak", "link", "overlap", "replan")
+ON_EMULATED_HOSTS = (
+    "demo",
+    "e2e",
+    "latency",
+    "sites",
+    "site-joins",
+    "faults",
+    "cuts",
+    "soak",
+    "link",
+    "overlap",
+    "replan",
+)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -25,7 +25,7 @@ from benchmarks import training
 from benchmarks.common import JOB_FOLDER, REPOSITORY, Record, free_port, new_folder, usage_of
 from benchmarks.training import RECOMMENDED, byte_model, engine_of, loss_on, train_lm
 from ds_hybridep.lab.launcher import rank_environment
-from ds_hybridep.sites.exchange import Crossing
+from ds_hybridep.sites.exchange import SiteConnections
 
 NAMES = ("a", "b", "c")
 LAYERS, HIDDEN, ROWS, SEQ_LEN = 2, 64, 4, 64
@@ -52,7 +52,7 @@ class Pauses:
         self._seconds = seconds
         self._file = os.open(folder / "place", os.O_WRONLY | os.O_CREAT)
         for name, place in (("swap", "agreement"), ("agree", "update")):
-            setattr(Crossing, name, self._after(getattr(Crossing, name), place))
+            setattr(SiteConnections, name, self._after(getattr(SiteConnections, name), place))
 
     def __call__(self, place: str) -> None:
         os.pwrite(self._file, place.ljust(12).encode(), 0)

@@ -12,6 +12,7 @@ the entry point in `_autoload` runs in every process that imports torch.
     save_pretrained(engine, folder)        write the model as transformers or peft do, with the experts of all ranks
     trace(engine, path)                    Chrome/Perfetto trace of the steps inside a with block
     site(source=None)                      which of the sites this process belongs to, a `Site`
+    weigh(engine, weight)                  how much this site's next step counts in the mean over sites
     SiteSampler(dataset, site, ...)        the samples of one rank of one site
 """
 
@@ -21,14 +22,14 @@ from typing import TYPE_CHECKING, Any
 from ds_hybridep.version import __version__
 
 if TYPE_CHECKING:
-    from ds_hybridep.deepspeed.api import detach, refresh, replan, site, stats, trace
+    from ds_hybridep.deepspeed.api import detach, refresh, replan, site, stats, trace, weigh
     from ds_hybridep.deepspeed.saving import save_pretrained
     from ds_hybridep.deepspeed.start import attach
     from ds_hybridep.sites.data import Site, SiteSampler
 
 __all__ = [
     "Site", "SiteSampler", "__version__", "attach", "detach", "refresh", "replan", "save_pretrained", "site", "stats",
-    "trace",
+    "trace", "weigh",
 ]  # fmt: skip
 _MODULES = {
     "Site": "sites.data",

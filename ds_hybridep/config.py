@@ -155,9 +155,10 @@ class SitesConfig(Settings):
     """Other sites that train the same model, each in a job of its own; docs/sites.md says what each key means."""
 
     names: Annotated[tuple[SiteName, ...], Field(min_length=2, strict=False)]
-    meeting_point: Annotated[str, Field(pattern=r"^[^\s:]+:\d+$")]  # HOST:PORT
+    meeting_point: Annotated[str, Field(pattern=r"^([^\s:\[\]]+|\[[0-9a-fA-F:.]+\]):\d+$")]  # HOST:PORT
     secret_file: Text
     name: SiteName | None = None
+    host: Text | None = None
     every: Annotated[int, Field(ge=1)] = 1
     codecs: Literal["recommended"] | None = None
 
@@ -171,7 +172,7 @@ class SitesConfig(Settings):
     def address(self) -> tuple[str, int]:
         """Host and port of the meeting point."""
         host, _, port = self.meeting_point.rpartition(":")
-        return host, int(port)
+        return host.strip("[]"), int(port)
 
 
 class AdvancedConfig(Settings):

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The public functions for an engine that is attached; start.py has `attach`."""
 
+import math
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -149,6 +150,28 @@ def trace(engine: nn.Module, path: str | Path) -> AbstractContextManager[None]:
     """
     runtime = attachment_of(engine).runtime
     return record_trace(runtime.transport, path, runtime.hot.loads)
+
+
+def weigh(engine: Any, weight: float) -> None:
+    """Say how much this site's gradients of the next optimizer step count in the mean over sites.
+
+    With a loss that is divided by the tokens of all ranks of the site, give these tokens: then sites with other
+    numbers of tokens train as one job would.  Transformers' Trainer needs no call.  Without one, a step counts with
+    its samples.
+
+    Args:
+        engine: an engine of a site.
+        weight: at least 0; the same on all ranks of the site.
+
+    Raises:
+        ConfigError: the engine has no sites, or the weight is negative or no number.
+    """
+    sites = attachment_of(engine).sites
+    if sites is None:
+        raise ConfigError('this engine has no "sites" in its "hybridep" block; docs/sites.md shows one')
+    if not 0 <= weight < math.inf:
+        raise ConfigError(f"weigh: {weight} is no weight; give the tokens or samples of the step, at least 0")
+    sites.weight = float(weight)
 
 
 def site(source: Any = None) -> Site:

@@ -7,6 +7,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from ds_hybridep.deepspeed import saving
 from ds_hybridep.deepspeed.attachment import Attachment
 from ds_hybridep.deepspeed.autoep import adapted_layers
@@ -18,6 +20,11 @@ from ds_hybridep.transport.agreement import agree, announcing_failure, result_of
 
 PLAN_FILE = "hybridep_plan.json"
 ADAPTER_CONFIG = "hybridep_adapter_config.json"  # what peft writes as adapter_config.json
+DEEPSPEED_STATES = {
+    "module", "skipped_steps", "global_steps", "dp_world_size", "mp_world_size", "data_sampler", "random_ltd",
+    "lr_scheduler", "optimizer", "sparse_tensor_module_names", "buffer_names", "param_shapes", "frozen_param_shapes",
+    "shared_params", "frozen_param_fragments", "ds_config", "ds_version", "global_samples",
+}  # fmt: skip
 UNIVERSAL = "latest_universal"  # DeepSpeed's file that names the newest universal checkpoint
 
 
@@ -63,7 +70,6 @@ def save(
 def load(attachment: Attachment, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Replaces `engine.load_checkpoint`.  Raises AgreementError if only some ranks find a checkpoint."""
     engine, timeout_s = attachment.engine, attachment.runtime.transport.timeout_s
-    caught_up = attachment.sites.before_load() if attachment.sites is not None else None
     call = inspect.signature(original).bind(*args, **kwargs)
     call.apply_defaults()
     given = call.arguments
@@ -72,6 +78,9 @@ def load(attachment: Attachment, original: Callable[..., Any], *args: Any, **kwa
     if why_none and given["tag"] is not None:
         raise ConfigError(why_none)
     given["tag"] = tag
+    if attachment.sites is not None and tag is not None and not why_none:
+        if attachment.sites.keeps_state(folder := Path(given["load_dir"]) / tag):
+            return str(folder), _client_state(engine, given["load_dir"], tag)
     with announcing_failure():
         loaded = _load_weights(attachment, original, call) if not why_none else (None, None)
     # Here all ranks learn that one has failed, no matter what each of them loads next.
@@ -89,7 +98,7 @@ def load(attachment: Attachment, original: Callable[..., Any], *args: Any, **kwa
         if lost := attachment.runtime.codec_state.load(folder, engine.global_steps):
             log_dist(f"hybridep: {lost}", ranks=[0])
     if attachment.sites is not None:
-        attachment.sites.after_load(Path(loaded[0]).parent if has_state else None, caught_up)
+        attachment.sites.after_load(Path(loaded[0]).parent if has_state else None)
     attachment.ship_partitioned()
     return loaded
 
@@ -116,6 +125,13 @@ def _load_weights(attachment: Attachment, original: Callable[..., Any], call: in
         if call.arguments["load_module_only"]:
             view_of(engine).refresh_masters()  # DeepSpeed's own call came before the factors were loaded
     return loaded
+
+
+def _client_state(engine: Any, load_dir: str, tag: str) -> dict[str, Any]:
+    """Return what a script has saved of its own in a checkpoint that is not loaded."""
+    names = engine._get_all_ckpt_names(load_dir, tag)
+    saved = torch.load(names[0], map_location="cpu", weights_only=False, mmap=True) if names else {}
+    return {key: value for key, value in saved.items() if key not in DEEPSPEED_STATES}
 
 
 def _plain(value: Any) -> Any:

@@ -1,37 +1,51 @@
 # SPDX-License-Identifier: Apache-2.0
 """The exchange between sites around an optimizer step, and what a site saves of it.
 
-before a step  `exchange`; after a change of members, all ranks first take part in a new epoch
-after it       `after_step`: what codecs left out is kept, or restored if the step was skipped
+before a step  `exchange`: gradients become the mean over all members
+after it       `after_step`: local steps are exchanged, residuals are kept, a fragment of the state leaves for joiners
+
+A change of members comes before an exchange: all ranks take part in a new epoch, in which this site is a member or a
+joiner.  A joiner takes the others' steps (`site_join.py`) until it is a member; what it had computed counts nothing.
 """
 
-from collections.abc import Callable, Mapping
+import json
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from enum import Enum
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ds_hybridep.deepspeed.engine_view import Put
+from ds_hybridep.deepspeed.site_join import Join, Lead, positions_of
 from ds_hybridep.deepspeed.site_overlap import Departures
-from ds_hybridep.deepspeed.site_state import SiteState, hash_of
-from ds_hybridep.runtime.log import log_dist
-from ds_hybridep.runtime.site_epochs import Epochs
-from ds_hybridep.sites.exchange import DIGEST_BYTES, Crossing
+from ds_hybridep.deepspeed.site_state import InsideStep, SiteState
+from ds_hybridep.errors import CommunicationError, SiteError
+from ds_hybridep.runtime.log import log_dist, write_json
+from ds_hybridep.runtime.site_epochs import Epochs, check_headers
+from ds_hybridep.sites.exchange import Header, Packet, SiteConnections, weights_of
+from ds_hybridep.sites.fragments import distances
 from ds_hybridep.sites.local_steps import LocalSteps
 from ds_hybridep.sites.packets import OwnedSlice, Packets, leaves_of
 
+TOLERANCE = 1e-5  # of the norm of a part: weights that are further apart are repaired
+OTHER_WEIGHTS = 1e-2  # no rounding makes so much
+RUN_FILE = "hybridep_sites.json"  # beside DeepSpeed's files in a checkpoint
 
-def compared(calls: Mapping[str, Mapping[str, Any]]) -> tuple[str, list[str]]:
-    """Return the first of the newest members, and the members that have another step or other weights.
 
-    A member that has caught up is left out: it called before it had come to the step of the others.
-    """
-    old = {name: (call["step"], call["digest"]) for name, call in calls.items() if not call["is_ready"]}
-    if not old:  # those who had given them the state have gone
-        return next(iter(calls)), []
-    newest = max(step for step, _ in old.values())
-    lead = next(name for name, (step, _) in old.items() if step == newest)
-    return lead, [name for name, state in old.items() if state != old[lead]]
+class Outcome(Enum):
+    """What a quorum has decided about the step under way."""
+
+    GO_ON = "exchange it, perhaps again, with the members of the new epoch"
+    COMMIT = "apply it: another site has"
+    JOINED = "it counts nothing: this site has taken steps of the others, and is at theirs"
+
+
+def _swap(packets: Sequence[Tensor], header: Header, others: SiteConnections) -> dict[str, Packet]:
+    return others.swap(packets, header)
 
 
 class SiteExchange:
@@ -44,10 +58,10 @@ class SiteExchange:
         departures: packets that leave while the backward runs.
         local: of local steps; None averages gradients at each step.
         refresh: called after weights have changed.
-        verify_interval: exchanges between comparisons of weights.
+        verify_interval: exchanges between comparisons of weights; 0: only the first one of an epoch compares.
 
-    is_replaying: this site takes steps of the others from their packets, and exchanges nothing itself.
-    has_caught_up: it has the others' state, and has made no step of its own since.
+    weight: how much the next step of this site counts; None: the samples of a step.
+    has_joined: it has the others' state, and has made no step of its own since.
     """
 
     def __init__(
@@ -55,10 +69,15 @@ class SiteExchange:
         local: LocalSteps | None, refresh: Callable[[], None], verify_interval: int,
     ) -> None:  # fmt: skip
         self.state, self.epochs, self.packets, self._departures = state, epochs, packets, departures
-        self.local, self.refresh, self._interval = local, refresh, verify_interval
-        self.is_replaying = self.has_caught_up = False
-        self._num_repeated = 0  # exchanges that were discarded and repeated
+        self.local, self.refresh, self._verify_interval = local, refresh, verify_interval
+        self.weight: float | Tensor | None = None
+        self.has_joined = self._is_joining = False
+        self._lead = Lead(state, local)  # hands the state on, while this site leads
+        self._num_repeated = self._num_joins = 0  # exchanges that were discarded and repeated; times that it joined
         self._last_steps: dict[str, int] = {}  # of the last exchange with each site
+        self._owed: list[tuple[int, int]] = []  # positions of the state that the lead is about to send
+        self._is_lost = False  # its weights are not those of the others
+        self.apart, self.num_repairs = 0.0, 0
 
     def close(self) -> None:
         """Leave the other sites."""
@@ -68,55 +87,146 @@ class SiteExchange:
 
     def exchange(self) -> None:
         """Set this rank's averaged gradients to the mean over all sites that are present."""
-        if not self.is_replaying and self.local is None:
-            slices, put = self.state.view.slices()
-            leaves = leaves_of(slices)
-            if self._average(lambda: leaves, lambda: self.state.loss_scale)[1]:
+        if not self._is_joining and self.local is None:
+            slices, put = self._average(self._gradients, lambda: self.state.loss_scale)
+            if slices:
                 put()
 
-    def next_crossing(self) -> Crossing | None:
+    def next_connections(self) -> SiteConnections | None:
         """Return the connections of the next exchange; None if there may be others by then, or nobody else."""
-        is_known = not self.is_replaying and not self.epochs.needs_quorum and self.epochs.others
-        return self.epochs.crossing if is_known else None
+        is_known = not self._is_joining and not self.epochs.needs_quorum and self.epochs.others
+        return self.epochs.connections if is_known else None
+
+    def after_step(self, *, was_applied: bool) -> None:
+        """Keep what codecs left out, or restore it if the step was skipped; hand a part of the state on."""
+        transaction = self.packets.transaction
+        if self._is_joining:
+            return transaction.undo()
+        if (local := self.local) is not None:
+            mean, _ = self._average(self._deltas, lambda: 1.0)
+            local.apply(local.due(self.state.step), mean)
+            self.refresh()
+        if was_applied or self.local is not None:
+            transaction.commit()
+        else:
+            transaction.undo()
+        self.has_joined = False
+        self.epochs.committed(self.state.step)
+        self._lead.after_step(self.epochs.connections)
+        self._take_repair()
+
+    def _gradients(self, *, of_nothing: bool) -> tuple[list[OwnedSlice], Put]:
+        if of_nothing:
+            self.state.view.make_zeros()
+        slices, put = self.state.view.slices()
+        return leaves_of(slices), put
+
+    def _deltas(self, *, of_nothing: bool) -> tuple[list[OwnedSlice], Put]:
+        """Return how far this site has come; nothing if it has just joined."""
+        assert self.local is not None
+        return self.local.deltas(self.local.due(self.state.step)), lambda: None
 
     def _average(
-        self, take: Callable[[], list[OwnedSlice]], loss_scale: Callable[[], float]
-    ) -> tuple[list[OwnedSlice], bool]:
-        """Set what `take` returns to the mean over all sites that are present.
+        self, take: Callable[..., tuple[list[OwnedSlice], Put]], loss_scale: Callable[[], float]
+    ) -> tuple[list[OwnedSlice], Put]:
+        """Return what `take` returns, set to the mean over all members; alone, as it is.
 
-        take: is called again when this site may have taken over the state of another one.
-
-        Returns the slices, and False if they have not changed.
+        take: is called with `of_nothing=True` after this site has joined the others: then it has computed nothing for
+            the step that they are at.
         """
-        epochs = self.epochs
-        scale = first = loss_scale()
+        epochs, weight, is_taken = self.epochs, self._take_weight(), False
+        place: InsideStep = "before" if self.local is None else "after"
+        slices: list[OwnedSlice] = []
         while True:
-            if epochs.needs_quorum:
+            outcome = Outcome.GO_ON
+            while epochs.needs_quorum and outcome is Outcome.GO_ON:
                 self._recall()
-                while self._form(is_complete=False) and epochs.needs_quorum:
-                    pass  # the state of the lead did not come whole
-            slices = take()
-            if (newer := loss_scale()) != scale:  # of another site, whose state this one has taken over
-                for tensor in (tensor for one in slices for tensor in one.tensors):
-                    tensor.mul_(newer / scale)
-                scale = newer
+                outcome = self._form(place)
+            if outcome is Outcome.JOINED:
+                weight = 0.0
+            if outcome is Outcome.JOINED or not is_taken:
+                slices, put = take(of_nothing=outcome is Outcome.JOINED)
+                is_taken = True
             if len(epochs.members) < len(epochs.names):
                 epochs.stay_in_touch()
             if not epochs.others:
-                return slices, scale != first  # then they were rescaled
-            # Weights are compared in the first exchange of an epoch, and every so often.
-            verifies = not epochs.num_exchanges or (self._interval and epochs.num_exchanges % self._interval == 0)
-            digest = self.digest() if verifies else bytes(DIGEST_BYTES)
-            received, is_complete = epochs.swap(self._encode(slices, scale))
-            is_agreed, epochs.needs_quorum = epochs.agree(is_complete, digest)
-            if is_agreed or not self._form(is_complete=is_complete):
-                self.packets.average(slices, received, scale)
-                epochs.num_exchanges += 1
-                self._last_steps |= dict.fromkeys(epochs.members, self.state.step)
-                self._departures.learn(slices)
-                return slices, True
-            self._recall()
-            self._num_repeated += 1
+                return slices, put
+            header = Header(self.state.step, loss_scale(), weight, self.state.rates, self._sketch())
+            packets = self._encode(slices, header.loss_scale)
+            received, is_agreed = epochs.exchange(partial(_swap, packets, header))
+            if not is_agreed:
+                self._num_repeated += 1
+                epochs.needs_quorum = True
+                outcome = self._form(place)
+                if outcome is Outcome.JOINED:
+                    weight = 0.0
+                    slices, put = take(of_nothing=True)
+                if outcome is not Outcome.COMMIT:
+                    self._recall()
+                    continue
+            check_headers(epochs.site, self.state.step, received, list(received))
+            data, lost = [one.data for one in received.values()], self._compare(received)
+            self.packets.average(slices, data, weights_of(received, without=lost), header.loss_scale)
+            self._last_steps |= dict.fromkeys(received, self.state.step)
+            self._departures.learn(slices)
+            return slices, put
+
+    # -- weights that drift apart -----------------------------------------------------------------------------------
+
+    def _sketch(self) -> tuple[float, ...]:
+        """Return what the weights are compared by, in the first exchange of an epoch and every so often; else ()."""
+        count, interval = self.epochs.num_exchanges, self._verify_interval
+        if count and not (interval and count % interval == 0):
+            return ()
+        return tuple(self.state.vector(self.local, of_all_sites=True).sketch())
+
+    def _compare(self, received: Mapping[str, Packet]) -> list[str]:
+        """Let the lead repair what has drifted; return members whose weights are others altogether.
+
+        Processors of two kinds round differently, so weights that take the same steps drift apart by some 1e-8 a step.
+        All sites see the same sketches, and so come to the same result.
+        """
+        epochs, wanted = self.epochs, received[self.epochs.lead].header.sketch
+        if not wanted:
+            return []
+        lost = []
+        for name, one in received.items():
+            apart = distances(one.header.sketch, wanted)
+            parts = self.state.vector(self.local, of_all_sites=True).parts()
+            runs = [part for part, distance in zip(parts, apart, strict=True) if distance > TOLERANCE]
+            if name == epochs.site:
+                self.apart = max(apart, default=0.0)
+            if max(apart, default=0.0) > OTHER_WEIGHTS:
+                lost.append(name)
+            elif runs and epochs.site == epochs.lead:
+                self._lead.repair(name, runs)
+            elif runs and name == epochs.site and not self._owed:
+                self._owed, self.num_repairs = runs, self.num_repairs + 1
+        all_lost: list[str] = epochs.inside.any_of(lost)
+        if epochs.site in all_lost:
+            self._is_lost, epochs.needs_quorum = True, True
+            log_dist(
+                f"hybridep: the weights of site '{epochs.site}' are not those of site '{epochs.lead}' at step "
+                f"{self.state.step}; what it has computed does not count, and it takes over the state", ranks=[0],
+                level=30,
+            )  # fmt: skip
+        return all_lost
+
+    def _take_repair(self) -> None:
+        """Take over the fragment that the lead sends after a step while weights that have drifted are repaired."""
+        epochs = self.epochs
+        if not self._owed or epochs.connections is None:
+            return
+        with suppress(CommunicationError):  # the next exchange fails, too
+            fragment = epochs.connections.receive_fragment(epochs.lead)
+            self.state.vector(self.local, of_all_sites=True).write(fragment.start, fragment.stop, fragment.payload)
+            (_, end), *rest = self._owed
+            self._owed = [*([(fragment.stop, end)] if fragment.stop < end else []), *rest]
+
+    def _take_weight(self) -> float:
+        """Return how much this step counts: what was said for it, else its samples; the same on all ranks."""
+        weight, self.weight = self.weight, None
+        return float(self.state.num_samples) if weight is None else self.epochs.inside.mean(float(weight))
 
     def _encode(self, slices: list[OwnedSlice], scale: float) -> list[Tensor]:
         """Return this rank's packets: those that have departed, or all anew if gradients have changed since."""
@@ -133,25 +243,116 @@ class SiteExchange:
         self.packets.transaction.undo()
         self._departures.forget()
 
-    def after_step(self, *, was_applied: bool) -> None:
-        """Keep what codecs left out, or restore it if the step was skipped."""
-        transaction = self.packets.transaction
-        self.has_caught_up = self.has_caught_up and self.is_replaying
-        if (local := self.local) is not None:
-            if not self.is_replaying:
-                mean, _ = self._average(lambda: local.deltas(local.due(self.state.step)), lambda: 1.0)
-                self.outer_step(local.due(self.state.step), mean)
-            transaction.commit()
-        elif was_applied:
-            transaction.commit()
-        else:
-            transaction.undo()
+    # -- checkpoints ------------------------------------------------------------------------------------------------
 
-    def outer_step(self, fragment: int, mean: list[OwnedSlice]) -> None:
-        """Take the outer step of a fragment, with the mean of all sites' deltas."""
-        assert self.local is not None
-        self.local.apply(fragment, mean)
-        self.refresh()
+    def save(self, folder: Path) -> None:
+        """Save which run this is, and what only this site has: what codecs have left out, and local steps."""
+        folder.mkdir(parents=True, exist_ok=True)
+        local = None if self.local is None else self.local.state_dict()
+        kept = {"packets": self.packets.state_dict(), "local": local, "settings": self._settings}
+        torch.save(kept, self._file(folder))
+        if self.epochs.inside.rank == 0:
+            write_json(folder / RUN_FILE, {"run": self.epochs.run, "step": self.state.step})
+
+    def keeps_state(self, folder: Path) -> bool:
+        """Return True if a checkpoint must not be loaded: this site has just got a newer state of the same run.
+
+        folder: of the checkpoint.
+
+        Raises SiteError if the checkpoint is of another run, or has more steps than the sites that train.
+        """
+        if not self.has_joined:
+            return False
+        saved, epochs = self._run_of(folder), self.epochs
+        here = f"the sites that train are at step {self.state.step} of run {epochs.run}"
+        if saved is None or (saved["run"] == epochs.run and saved["step"] <= self.state.step):
+            log_dist(
+                f"hybridep: site '{epochs.site}' keeps the state of the other sites, at step {self.state.step}; the "
+                f"checkpoint in {folder}, of step {'?' if saved is None else saved['step']}, is not loaded",
+                ranks=[0], level=30,
+            )  # fmt: skip
+            return True
+        raise SiteError(
+            f"site '{epochs.site}': {folder} has step {saved['step']} of run {saved['run']}, but {here}; "
+            f"to go on with it, stop all sites, say `ds_hybridep meet --run {saved['run']}`, and start them again; "
+            f"to go on with the others, start this site without the checkpoint"
+        )
+
+    def after_load(self, folder: Path | None) -> None:
+        """A checkpoint was loaded.
+
+        folder: None if the optimizer's state was not loaded.  Then, and where it has no file of this site, nothing is
+        left of the steps before.
+        """
+        self._recall()
+        self.epochs.needs_quorum = True  # before the next exchange
+        self.packets.forget()
+        if self.local is not None:
+            self.local.begin()
+        if folder is None:
+            return
+        if (saved := self._run_of(folder)) is not None:
+            self.epochs.run = saved["run"]
+        if (path := self._file(folder)).exists():
+            kept = torch.load(path, weights_only=True, map_location="cpu")
+            if kept.get("settings") != self._settings:
+                log_dist(
+                    f"hybridep: site '{self.epochs.site}': {folder} was saved with another sites.every or codecs; "
+                    f"what codecs had left out, and the outer momentum, begin anew", ranks=[0], level=30,
+                )  # fmt: skip
+                return
+            self.packets.load_state_dict(kept["packets"])
+            if self.local is not None and kept["local"] is not None:
+                self.local.load_state_dict(kept["local"])
+
+    def _run_of(self, folder: Path) -> dict[str, Any] | None:
+        """Return the run and step of a checkpoint; None if it has none.  Rank 0 reads it."""
+        path, found = folder / RUN_FILE, None
+        if self.epochs.inside.rank == 0 and path.exists():
+            found = json.loads(path.read_text())
+        said: dict[str, Any] | None = self.epochs.inside.broadcast(found)
+        return said
+
+    @property
+    def _settings(self) -> list[Any]:
+        """By what the file of a checkpoint is laid out."""
+        return [0 if self.local is None else self.local.every, self.packets.codecs]
+
+    def _file(self, folder: Path) -> Path:
+        return folder / f"hybridep_site_{self.epochs.site}_rank_{self.epochs.inside.rank}.pt"
+
+    # -- another epoch ----------------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Join the others, if they are training already."""
+        if self.epochs.is_running and self._form("") is Outcome.JOINED and self.local is not None:
+            self.weight = 0.0
+            self.after_step(was_applied=True)  # the exchange that they are at
+            self.has_joined = True
+
+    def _form(self, inside_step: InsideStep) -> Outcome:
+        """Take part in a new epoch."""
+        epochs = self.epochs
+        answer: Mapping[str, Any] = epochs.call(is_whole=not self._is_lost)
+        self._owed = []  # the first exchange of the epoch compares anew
+        if answer["op"] == "commit":
+            return Outcome.COMMIT
+        outcome = Outcome.GO_ON
+        if epochs.site in answer["joiners"]:
+            self._recall()
+            self.packets.forget()
+            self._is_joining = True
+            try:
+                answer = Join(self, answer).run()
+            finally:
+                self._is_joining = False
+            self._is_lost = False
+            self.state.count_as_if_always_here(inside_step)
+            self.refresh()
+            self._num_joins += 1
+            self.has_joined, outcome = True, Outcome.JOINED
+        self._lead.begin(positions_of(answer, epochs.inside.rank) if epochs.site == epochs.lead else {})
+        return outcome
 
     def report(self) -> dict[str, Any]:
         """Return what this rank has exchanged with the other sites, JSON-able; docs/sites.md describes it.
@@ -161,91 +362,11 @@ class SiteExchange:
         """
         epochs = self.epochs
         return {
-            "site": epochs.site, "step": self.state.step, "repeated": self._num_repeated,
-            "quorum_s": epochs.quorum_s, "drift": None if self.local is None else self.local.drift(),
+            "site": epochs.site, "run": epochs.run, "step": self.state.step, "repeated": self._num_repeated,
+            "joins": self._num_joins, "quorum_s": epochs.quorum_s, "apart": self.apart, "repairs": self.num_repairs,
+            "drift": None if self.local is None else self.local.drift(),
             "others": {
                 name: {"present": name in epochs.members, "step": self._last_steps.get(name), **vars(counters)}
                 for name, counters in epochs.counters.items() if name != epochs.site
             },
         }  # fmt: skip
-
-    # -- checkpoints ------------------------------------------------------------------------------------------------
-
-    def save(self, folder: Path) -> None:
-        """Save what only this site has: what codecs have left out, and the state of local steps."""
-        folder.mkdir(parents=True, exist_ok=True)
-        torch.save({"packets": self.packets.state_dict(), "local": self._state_of_local()}, self._file(folder))
-
-    def before_load(self) -> bytes | None:
-        """Return the state that this site has from others, if it has caught up with them and made no step since."""
-        return self.state.capture(self._state_of_local()) if self.has_caught_up else None
-
-    def after_load(self, folder: Path | None, caught_up: bytes | None) -> None:
-        """A checkpoint was loaded.  The state of sites that are training is newer: it comes back.
-
-        folder: None if the optimizer's state was not loaded.  Then, and where it has no file of this site, nothing is
-        left of the steps before.
-        """
-        self._recall()
-        if caught_up is not None:
-            self.restore(caught_up)
-            return
-        self.epochs.needs_quorum = True  # weights are compared before the next exchange
-        self.packets.forget()
-        if self.local is not None:
-            self.local.begin()
-        if folder is not None and (path := self._file(folder)).exists():
-            saved = torch.load(path, weights_only=True, map_location="cpu")
-            self.packets.load_state_dict(saved["packets"])
-            if self.local is not None:
-                self.local.load_state_dict(saved["local"])
-
-    def _file(self, folder: Path) -> Path:
-        return folder / f"hybridep_site_{self.epochs.site}_rank_{self.epochs.inside.rank}.pt"
-
-    def _state_of_local(self) -> Any:
-        return None if self.local is None else self.local.state_dict()
-
-    # -- another epoch ----------------------------------------------------------------------------------------------
-
-    def _form(self, *, is_complete: bool) -> bool:
-        """Take part in a new epoch; a site whose step or weights differ gets the state of the first that is newest.
-
-        is_complete: this site has all packets of the step under way.
-        Returns False if another site has applied that step, so this one must, too, before the next epoch.
-        """
-        epochs = self.epochs
-        answer = epochs.call(self.digest(), is_complete=is_complete)
-        epochs.needs_quorum = answer["op"] == "commit"
-        if epochs.needs_quorum:
-            return False
-        if epochs.site not in epochs.members:
-            raise epochs.left_out()
-        lead, differ = compared({name: answer["calls"][name] for name in epochs.members})
-        assert epochs.crossing is not None
-        if epochs.site == lead and (differ or answer["observers"]):
-            state = self.state.capture(self._state_of_local())
-            for name in (*differ, *answer["observers"]):
-                epochs.crossing.send_state(name, state)
-        if epochs.site in differ:
-            if (whole := epochs.receive_state(epochs.crossing, lead)) is None:
-                epochs.needs_quorum = True  # without the lead, if it has ended
-                return True
-            self.restore(whole)
-            log_dist(
-                f"hybridep: site '{epochs.site}' had other weights or was at another step than site '{lead}'; it took "
-                f"over that site's state at step {self.state.step}", ranks=[0], level=30,
-            )  # fmt: skip
-        return True
-
-    def restore(self, state: bytes) -> None:
-        """Take over the state of another site."""
-        more = self.state.restore(state)
-        if self.local is not None:
-            self.local.load_state_dict(more)
-        self.refresh()
-
-    def digest(self) -> bytes:
-        """Return a hash of this site's weights and step; on other ranks than 0 it means nothing."""
-        tensors = self.state.weights().values() if self.local is None else self.local.common()
-        return self.epochs.digest(hash_of(tensors, self.state.step))

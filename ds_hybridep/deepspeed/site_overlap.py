@@ -19,7 +19,7 @@ from ds_hybridep.deepspeed.engine_view import Zero12View, loss_scale
 from ds_hybridep.deepspeed.patches import ZERO_OPTIMIZER, Patches
 from ds_hybridep.geometry.slots import Span
 from ds_hybridep.kernels import Kernels
-from ds_hybridep.sites.exchange import Crossing
+from ds_hybridep.sites.exchange import SiteConnections
 from ds_hybridep.sites.packets import OwnedSlice, Packets
 
 
@@ -47,13 +47,13 @@ class Departures:
         self._reduced: list[dict[str, tuple[int, Any]]] = []  # by leaf: parameter group and parameter, by name
 
     def watch(
-        self, view: Zero12View, patches: Patches, *, crossing: Callable[[], Crossing | None],
+        self, view: Zero12View, patches: Patches, *, connections: Callable[[], SiteConnections | None],
         is_last: Callable[[], bool],
     ) -> None:  # fmt: skip
         """Look at each bucket that the optimizer reduces.
 
         patches: of the engine.
-        crossing: returns the connections that the next exchange will use; None if that is not known yet.
+        connections: returns the connections that the next exchange will use; None if that is not known yet.
         is_last: returns True in the last backward before the optimizer step.
         """
         optimizer = view.optimizer
@@ -61,8 +61,8 @@ class Departures:
         def reduce(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             places = [one for bucket in optimizer.ipg_buckets.values() for one in bucket.params]
             result = original(*args, **kwargs)
-            if self._leaves and is_last() and (connections := crossing()) is not None:
-                self._note([one for one in places if optimizer.params_already_reduced[one[2]]], view, connections)
+            if self._leaves and is_last() and (others := connections()) is not None:
+                self._note([one for one in places if optimizer.params_already_reduced[one[2]]], view, others)
             return result
 
         patches.wrap(ZERO_OPTIMIZER, "reduce_ipg_grads", optimizer, reduce)
@@ -87,7 +87,7 @@ class Departures:
             for index, one in self.departed.items()
         )
 
-    def _note(self, places: Sequence[tuple[int, int, int]], view: Zero12View, crossing: Crossing) -> None:
+    def _note(self, places: Sequence[tuple[int, int, int]], view: Zero12View, others: SiteConnections) -> None:
         for group, member, _ in places:
             parameter = view.optimizer.bit16_groups[group][member]
             name = view.names[id(parameter)]
@@ -95,9 +95,9 @@ class Departures:
                 continue
             self._reduced[index][name] = group, parameter
             if len(self._reduced[index]) == len(self._leaves[index][0]):
-                self._depart(index, view, crossing)
+                self._depart(index, view, others)
 
-    def _depart(self, index: int, view: Zero12View, crossing: Crossing) -> None:
+    def _depart(self, index: int, view: Zero12View, others: SiteConnections) -> None:
         optimizer = view.optimizer
         if optimizer.overlap_comm and not get_accelerator().resolves_data_dependency():
             get_accelerator().current_stream().wait_stream(optimizer.reduction_stream)
@@ -106,8 +106,8 @@ class Departures:
         scale = loss_scale(view.engine)
         packet = self._packets.encode(OwnedSlice(spans, tensors, is_expert), scale)
         self.departed[index] = Departed(packet, scale, self._bit_sums(tensors))
-        crossing.begin(self._sizes)
-        crossing.depart(index, packet)
+        others.begin(self._sizes)
+        others.depart(index, packet)
 
     def _bit_sums(self, tensors: Sequence[Tensor]) -> Tensor:
         return self._kernels.bit_sums(torch.cat([tensor.detach().reshape(-1) for tensor in tensors]))

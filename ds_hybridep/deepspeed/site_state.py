@@ -1,18 +1,31 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The training state of an engine that trains together with other sites: taken, compared and handed on as a whole."""
+"""The training state of an engine that trains together with other sites: handed to a joiner in fragments, compared.
 
-import hashlib
+    vector      fp32 weights and what the optimizer keeps of each element: crosses in fragments
+    head        everything else: the step, groups, loss scale, schedule, buffers; crosses with the first fragment
+
+16-bit weights do not cross: the next optimizer step makes them of the fp32 ones.  Frozen weights do not cross either:
+sites compare them before they train.
+"""
+
 import io
-from collections.abc import Iterable
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from ds_hybridep.deepspeed.engine_view import loss_scale, view_of
 from ds_hybridep.errors import UnsupportedError
+from ds_hybridep.sites.fragments import StateVector
+from ds_hybridep.sites.local_steps import LocalSteps
 
-COUNTERS = ("global_steps", "global_samples", "micro_steps", "skipped_steps")
+InsideStep = Literal["", "before", "after"]  # where in `engine.step()` something happens
+
+# What these do to an element depends on this element alone.
+ELEMENTWISE = (
+    "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "ASGD", "CPUAdam", "DeepSpeedCPUAdam", "DeepSpeedCPUAdagrad",
+    "DeepSpeedCPULion", "FusedAdam", "FusedLion", "Lion", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD",
+)  # fmt: skip
 
 
 class SiteState:
@@ -45,100 +58,115 @@ class SiteState:
         """The factor that gradients are multiplied by now."""
         return loss_scale(self._engine)
 
+    @property
+    def rates(self) -> tuple[float, ...]:
+        """The learning rates of all parameter groups."""
+        return tuple(float(group["lr"]) for group in self._engine.basic_optimizer.param_groups)
+
+    @property
+    def num_samples(self) -> int:
+        """The samples of one step of this site."""
+        return int(self._engine.train_batch_size())
+
     # -- steps that other sites have made ---------------------------------------------------------------------------
 
-    def take_step(self) -> None:
-        """Take an optimizer step with the averaged gradients that are there, as after a whole accumulation."""
+    def take_step(self) -> bool:
+        """Take an optimizer step with the averaged gradients that are there, as after a whole accumulation.
+
+        Returns False if it was skipped.
+        """
         engine, before = self._engine, self._engine.micro_steps
         engine._take_model_step({})
         engine.micro_steps = before + engine.gradient_accumulation_steps()
+        return bool(engine._step_applied)
 
     def skip_to(self, step: int) -> None:
         """Count steps, and let the schedule take them, whose weights have come from other sites."""
         engine = self._engine
         for _ in range(step - engine.global_steps):
             engine.global_steps += 1
-            engine.global_samples += engine.train_batch_size()
-            engine.micro_steps += engine.gradient_accumulation_steps()
             if engine.lr_scheduler is not None:
                 engine.lr_scheduler.step()
 
-    def begin_accumulation(self, *, is_made: bool) -> None:
-        """Let the next micro-step be the first of a step; the state may have been taken after some.
+    def count_as_if_always_here(self, inside_step: InsideStep) -> None:
+        """Set the counters of samples and micro-steps to what this site would have after so many steps.
 
-        is_made: the step in which it was taken is behind this site; False: this site makes it.
+        inside_step: where in `engine.step()` this is called: before or after the optimizer's step, which is counted.
         """
-        num_micro_steps = self._engine.gradient_accumulation_steps()
-        extra = self._engine.micro_steps % num_micro_steps
-        self._engine.micro_steps += -extra % num_micro_steps if is_made else -extra
+        engine = self._engine
+        num_micro_steps = engine.gradient_accumulation_steps()
+        uncounted = {"": 0, "before": num_micro_steps - 1, "after": -1}[inside_step]  # `engine.step()` adds one
+        engine.global_samples = engine.global_steps * engine.train_batch_size()
+        engine.micro_steps = engine.global_steps * num_micro_steps + uncounted
 
-    # -- the whole state --------------------------------------------------------------------------------------------
+    # -- the state as a vector and a head ---------------------------------------------------------------------------
 
-    def weights(self) -> dict[str, Tensor]:
-        """Return all parameters that this rank holds, by name; under ZeRO 3 its partitions."""
-        named: dict[str, Any] = dict(self._engine.module.named_parameters())
-        return {name: getattr(parameter, "ds_tensor", parameter).detach() for name, parameter in named.items()}
+    def vector(self, local: LocalSteps | None, *, of_all_sites: bool = False) -> StateVector:
+        """Return what this rank owns of the state; the optimizer must have made its own part.
 
-    def _weights_and_buffers(self) -> dict[str, Tensor]:
-        """Return parameters and buffers.  Buffers may differ between sites, for example counts of tokens."""
-        buffers = dict(self._engine.module.named_buffers())
-        return self.weights() | {f"buffer {name}": buffer.detach() for name, buffer in buffers.items()}
+        local: of local steps; then the common weights and the outer momentum are a part, in place of this site's own.
+        of_all_sites: only what is equal on all sites: not what the optimizer keeps for local steps.
+        """
+        base = self._engine.basic_optimizer
+        groups = [] if local is None else local.groups()
+        for master in () if local is not None and of_all_sites else self.view.masters():
+            kept = [one for one in base.state.get(master, {}).values() if _is_like(one, master)]
+            if local is None:
+                kept.insert(0, master)
+            if kept:
+                groups.append(kept)
+        return StateVector(groups, is_elementwise=type(base).__name__ in ELEMENTWISE)
 
-    def capture(self, more: Any = None) -> bytes:
-        """Return weights, optimizer, loss scale, schedule, counters, and `more`."""
-        engine, base, masters = self._engine, self._engine.basic_optimizer, self.view.masters()
-        state = {
-            "weights": self._weights_and_buffers(),
-            "masters": [master.data for master in masters],
-            "optimizer": [
+    def head(self) -> bytes:
+        """Return all but the vector."""
+        engine, base = self._engine, self._engine.basic_optimizer
+        head = {
+            "step": engine.global_steps,
+            "skipped": engine.skipped_steps,
+            "groups": [{key: value for key, value in group.items() if key != "params"} for group in base.param_groups],
+            "kept": [
                 {
-                    key: (value, isinstance(value, Tensor) and value.device == master.device)
+                    key: (str(value.dtype), None) if _is_like(value, master) else ("", value)
                     for key, value in base.state.get(master, {}).items()
                 }
-                for master in masters
+                for master in self.view.masters()
             ],
-            "groups": [{key: value for key, value in group.items() if key != "params"} for group in base.param_groups],
             "scalers": [
                 {key: value for key, value in vars(scaler).items() if isinstance(value, int | float)}
                 for scaler in self.view.scalers()
             ],
             "scheduler": engine.lr_scheduler.state_dict() if engine.lr_scheduler is not None else None,
-            "more": more,
-            "counters": {name: getattr(engine, name) for name in COUNTERS},
+            "buffers": {name: buffer.detach() for name, buffer in engine.module.named_buffers()},
         }
         stream = io.BytesIO()
-        torch.save(state, stream)
+        torch.save(head, stream)
         return stream.getvalue()
 
-    def restore(self, state: bytes) -> Any:
-        """Load what `capture` returned on another site, in place, and return `more`; all ranks must call."""
-        saved = torch.load(io.BytesIO(state), weights_only=True, map_location="cpu")  # a device may not hold it twice
-        for name, tensor in self._weights_and_buffers().items():
-            tensor.copy_(saved["weights"][name])
-        self.view.gather_weights()
+    def load_head(self, head: bytes) -> None:
+        """Take over what `head` returned on another site, in place; make what the optimizer keeps, for the vector."""
         engine, base = self._engine, self._engine.basic_optimizer
-        for master, value, kept in zip(self.view.masters(), saved["masters"], saved["optimizer"], strict=True):
-            master.data.copy_(value)
+        saved = torch.load(io.BytesIO(head), weights_only=True, map_location="cpu")
+        for master, kept in zip(self.view.masters(), saved["kept"], strict=True):
             known = base.state[master]
-            for key, (one, follows) in kept.items():
-                if isinstance(known.get(key), Tensor) and isinstance(one, Tensor):
-                    known[key].copy_(one)  # others may refer to it
+            for key, (dtype, value) in kept.items():
+                if dtype:
+                    if not _is_like(known.get(key), master):
+                        known[key] = torch.zeros_like(master.data, dtype=getattr(torch, dtype.removeprefix("torch.")))
+                elif isinstance(known.get(key), Tensor) and isinstance(value, Tensor):
+                    known[key].copy_(value)  # others may refer to it
                 else:
-                    known[key] = one.to(master.device) if follows else one
+                    known[key] = value
         for group, options in zip(base.param_groups, saved["groups"], strict=True):
             group.update(options)
         for scaler, numbers in zip(self.view.scalers(), saved["scalers"], strict=True):
             vars(scaler).update(numbers)
         if engine.lr_scheduler is not None:
             engine.lr_scheduler.load_state_dict(saved["scheduler"])
-        for name, value in saved["counters"].items():
-            setattr(engine, name, value)
-        return saved["more"]
+        for name, buffer in engine.module.named_buffers():
+            buffer.copy_(saved["buffers"][name])
+        engine.global_steps, engine.skipped_steps = saved["step"], saved["skipped"]
 
 
-def hash_of(tensors: Iterable[Tensor], step: int) -> bytes:
-    """Return a hash of tensors and a step number, of 8 bytes."""
-    digest = hashlib.blake2b(str(step).encode(), digest_size=8)
-    for tensor in tensors:
-        digest.update(tensor.detach().reshape(-1).view(dtype=torch.uint8).cpu().numpy().tobytes())
-    return digest.digest()
+def _is_like(value: Any, master: Tensor) -> bool:
+    """Return True for a tensor with a value for each element of a weight."""
+    return isinstance(value, Tensor) and value.shape == master.shape and value.numel() > 1

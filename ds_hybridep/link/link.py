@@ -80,12 +80,16 @@ class Link:
 
     # -- for callers ------------------------------------------------------------------------------------------------
 
-    def connect(self, addresses: Mapping[int, Address], options: LinkOptions | None = None) -> None:
+    def connect(
+        self, addresses: Mapping[int, Address], options: LinkOptions | None = None, *, waits: bool = True
+    ) -> None:
         """Connect to peers, given as rank -> `Link.address` of that rank; may be called again for others.
 
         A rank that is connected already is connected anew.  Raises CommunicationError if one is gone or not connected
         after `timeout_s`, or if the system refuses the options.  One that has left meanwhile is no error here, but for
         whoever receives from it.
+
+        waits: False returns at once; what is sent meanwhile waits for the connection.
         """
         self._check_open()
         options, new = options or LinkOptions(), {}
@@ -102,6 +106,8 @@ class Link:
             if not self._thread.is_alive():
                 self._thread.start()
             os.eventfd_write(self._wakes, 1)
+            if not waits:
+                return
             self._changed.wait_for(
                 lambda: all(one.state is State.ALIVE or one.mail.cause or self.is_closed for one in new.values()),
                 self.timeout_s,

@@ -59,6 +59,8 @@ class SiteSampler(torch.utils.data.Sampler[int]):
         rank, world_size: of this process in its site.
         shuffle: draw another order in each epoch; otherwise that of the dataset.
         seed: the same on all ranks of all sites.
+        batch_size: samples that this rank reads at a time, if the last ones of an epoch that do not fill a batch are
+            to be left out: give it in place of `drop_last` of the loader, which would shift the next epochs.
         start: samples that this rank has read already, for a run that is resumed or a site that has come back:
             `engine.global_samples // engine.world_size`.
 
@@ -68,7 +70,7 @@ class SiteSampler(torch.utils.data.Sampler[int]):
 
     def __init__(
         self, dataset: Sized, site: Site, rank: int, world_size: int, *, shuffle: bool = True, seed: int = 0,
-        start: int = 0,
+        batch_size: int = 1, start: int = 0,
     ) -> None:  # fmt: skip
         self._size, self._shuffle, self._seed = len(dataset), shuffle, seed
         self._share, self._num_shares = site.index * world_size + rank, site.number * world_size
@@ -76,11 +78,18 @@ class SiteSampler(torch.utils.data.Sampler[int]):
             raise ConfigError(
                 f"SiteSampler: {self._size} samples are fewer than {self._num_shares} ranks of all sites"
             )
+        self._batch_size = batch_size
+        if not len(self):
+            raise ConfigError(
+                f"SiteSampler: {self._size} samples do not fill a batch of {batch_size} on {self._num_shares} ranks "
+                f"of all sites"
+            )
         self.epoch, self._skip = divmod(start, len(self))
 
     def __len__(self) -> int:
         """Return how many samples this rank reads in an epoch."""
-        return self._size // self._num_shares
+        share = self._size // self._num_shares
+        return share - share % self._batch_size
 
     def set_epoch(self, epoch: int) -> None:
         """Choose another order; the next iteration begins at its start."""

@@ -36,14 +36,14 @@ class LocalSteps:
     def __init__(
         self, owned: Sequence[OwnedSlice], every: int, home: Home, put: Callable[[], None] = lambda: None
     ) -> None:
-        self._every, self._home, self._put = every, home, put
+        self.every, self._home, self._put = every, home, put
         self._fragments = _cut(owned, every)
         self._common = [[home.store(t.detach().clone()) for one in f for t in one.tensors] for f in self._fragments]
         self._momentum = [[home.store(torch.zeros_like(t)) for one in f for t in one.tensors] for f in self._fragments]
 
     def due(self, step: int) -> int:
         """Return the fragment that is exchanged after step number `step`; on this rank it may be empty."""
-        return step % self._every
+        return step % self.every
 
     def deltas(self, fragment: int) -> list[OwnedSlice]:
         """Return how far this site has come since the last exchange of a fragment, in new memory."""
@@ -87,11 +87,17 @@ class LocalSteps:
     def drift(self) -> float:
         """Return the L2 distance of this rank's weights from the common ones, over the norm of the common ones."""
         squares = torch.zeros(2, dtype=torch.float64)
-        for fragment, deltas in zip(self._common, map(self.deltas, range(self._every)), strict=True):
+        for fragment, deltas in zip(self._common, map(self.deltas, range(self.every)), strict=True):
             for common, delta in zip(fragment, (t for one in deltas for t in one.tensors), strict=True):
                 common = self._home.fetch(common)
                 squares += torch.stack([delta.square().sum(), common.square().sum()]).double().cpu()
         return float((squares[0] / squares[1].clamp_min(1e-30)).sqrt())
+
+    def groups(self) -> list[list[Tensor]]:
+        """Return the common weights, each with its outer momentum, as they are kept."""
+        common = (one for fragment in self._common for one in fragment)
+        momentum = (one for fragment in self._momentum for one in fragment)
+        return [[weight, of_it] for weight, of_it in zip(common, momentum, strict=True)]
 
     def common(self) -> list[Tensor]:
         """Return the common weights, for a hash."""

@@ -68,6 +68,7 @@ class Packets:
         self, name: str, dense: Codec | None, experts: Codec | None, dtype: torch.dtype, *, home: Home
     ) -> None:
         self.transaction = Transaction()
+        self.codecs = ["" if one is None else f"{type(one).__name__} {one.settings()}" for one in (dense, experts)]
         self._dtype, self._home = dtype, home
         self._layouts: dict[tuple[tuple[Span, ...], bool], MessageLayout] = {}
         self._gradients = {
@@ -75,8 +76,10 @@ class Packets:
             for kind, codec in (("dense", dense), ("experts", experts))
         }
 
-    def average(self, slices: Sequence[OwnedSlice], packets: Sequence[Tensor], scale: float = 1.0) -> None:
-        """Set `slices` to the mean of what sites sent; times the loss scale.
+    def average(
+        self, slices: Sequence[OwnedSlice], packets: Sequence[Tensor], weights: Sequence[float], scale: float = 1.0
+    ) -> None:
+        """Set `slices` to the weighted mean of what sites sent, times the loss scale; to zeros if nothing counts.
 
         packets: uint8, by site in their order, the packets of all slices one after the other.
         """
@@ -84,9 +87,10 @@ class Packets:
         for one in slices:
             num_bytes = self.num_bytes(one)
             total = torch.zeros(sum(tensor.numel() for tensor in one.tensors), device=self._home.device)
-            for packet in packets:
-                self._add(one, packet[at : at + num_bytes], total, scale)
-            total /= len(packets)
+            for packet, weight in zip(packets, weights, strict=True):
+                if weight:
+                    self._add(one, packet[at : at + num_bytes], total, scale=scale, weight=weight)
+            total /= sum(weights) or 1.0
             at += num_bytes
             for tensor, mean in zip(one.tensors, total.split([t.numel() for t in one.tensors]), strict=True):
                 tensor.copy_(mean.view_as(tensor))
@@ -130,18 +134,19 @@ class Packets:
         flat = torch.cat([tensor.detach().reshape(-1).float() for tensor in one.tensors])
         return self._gradients_of(one).senders[0].encode(layout, split(flat, layout.parts), scale).cpu()
 
-    def _add(self, one: OwnedSlice, packet: Tensor, total: Tensor, scale: float) -> None:
+    def _add(self, one: OwnedSlice, packet: Tensor, total: Tensor, *, scale: float, weight: float) -> None:
         if not one.tensors:
             return
         packet = packet.to(self._home.device)
         if (layout := self._layout(one)) is None:
-            total += packet.clone().view(one.tensors[0].dtype)  # a view of bytes needs its own, aligned memory
+            values = packet.clone().view(one.tensors[0].dtype)  # a view of bytes needs its own, aligned memory
+            total.add_(values, alpha=weight)  # as they are: times the loss scale
             return
         for part, encoded, values in zip(
             layout.parts, layout.packets(packet), split(total, layout.parts), strict=True
         ):
             matrices = values.view(part.num_experts, part.rows, part.cols)
-            if scale == 1.0:
+            if scale * weight == 1.0:
                 layout.codec.decode_add(encoded, matrices)
             else:
-                matrices.add_(layout.codec.decode(encoded, torch.empty_like(matrices)), alpha=scale)
+                matrices.add_(layout.codec.decode(encoded, torch.empty_like(matrices)), alpha=scale * weight)

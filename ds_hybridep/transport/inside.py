@@ -58,6 +58,18 @@ class Inside:
             dist.all_reduce(flag, op=dist.ReduceOp.MIN, group=self._group)
         return bool(flag.item())
 
+    def mean(self, number: float) -> float:
+        """Return the mean of what all ranks give."""
+        total = torch.tensor([number], dtype=torch.float64)
+        with waiting(total):
+            dist.all_reduce(total, group=self._group)
+        return float(total) / self.size
+
+    def any_of(self, said: list[str]) -> list[str]:
+        """Return what any rank says, sorted, on all ranks."""
+        found: list[str] = self.broadcast(sorted({one for names in self.gather(said) for one in names}))
+        return found
+
     def close(self) -> None:
         """Give this rank's part of the group up; a second call does nothing."""
         with suppress(ValueError):  # it is gone, perhaps with all groups of the script

@@ -37,10 +37,12 @@ def main() -> None:
     corpus, _ = read_corpus()
     windows = corpus[: len(corpus) // (SEQ_LEN + 1) * (SEQ_LEN + 1)].view(-1, SEQ_LEN + 1)
     start = engine.global_samples // world_size
-    sampler = ds_hybridep.SiteSampler(windows, ds_hybridep.site(engine), rank, world_size, start=start)
     rows = engine.train_micro_batch_size_per_gpu()
+    sampler = ds_hybridep.SiteSampler(
+        windows, ds_hybridep.site(engine), rank, world_size, batch_size=rows, start=start
+    )
     while engine.global_steps < args.steps:
-        for window in torch.utils.data.DataLoader(windows, rows, sampler=sampler, drop_last=True):
+        for window in torch.utils.data.DataLoader(windows, rows, sampler=sampler):
             batch = window.long().to(engine.device)
             loss, aux_loss = engine(batch[:, :-1], batch[:, 1:])
             engine.backward(loss + AUX_LOSS_WEIGHT * aux_loss)

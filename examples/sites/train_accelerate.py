@@ -34,9 +34,9 @@ def main() -> None:
     dataset = examples_of(windows_of(read_text(None), tokenizer, SEQ_LEN))
     rank, world_size = accelerator.process_index, accelerator.num_processes
     start = engine.global_samples // world_size
-    sampler = ds_hybridep.SiteSampler(dataset, ds_hybridep.site(engine), rank, world_size, start=start)
-    rows = engine.train_micro_batch_size_per_gpu()
-    loader = DataLoader(dataset, rows, sampler=sampler, collate_fn=default_data_collator, drop_last=True)
+    site, rows = ds_hybridep.site(engine), engine.train_micro_batch_size_per_gpu()
+    sampler = ds_hybridep.SiteSampler(dataset, site, rank, world_size, batch_size=rows, start=start)
+    loader = DataLoader(dataset, rows, sampler=sampler, collate_fn=default_data_collator)
     while engine.global_steps < args.steps:
         for batch in loader:
             loss = engine(**{name: values.to(engine.device) for name, values in batch.items()}).loss

@@ -29,6 +29,7 @@ SLOW = {
     "sites --points none_0ms --rounds 1 --steps 1 --layers 1": "two jobs apart",
     "cuts --kinds classic --codecs recommended --cases cut_for_5_s": r"\| 0 \|",
     "site-kills --minutes 0.5 --kills 2 --orders 1 --step-s 0.1 --away-s 2": "bit-equal",
+    "site-joins --rate 100mbit --hidden 32 --step-s 0.05 --steps 5": "100mbit",
     "soak --minutes 0.2 --kinds classic": r"\| classic \|",
     "losses --seeds 0 --steps 15": "domain",
     "equal-bytes --seeds 0 --phases scratch --steps 4 --cases PowerSGD,_rank_1 DeMo,_32_of_4096 DiLoCo,_H_10 "

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 from link_pair import Proxy, make_certificates
-from site_jobs import Job, Meeting, block
+from site_jobs import Job, Meeting, block, end_together
 
 from ds_hybridep.codecs import make_codec
 from ds_hybridep.config_codecs import recommended_codecs
@@ -23,7 +23,7 @@ from ds_hybridep.geometry.slots import whole
 from ds_hybridep.lab.network import HOST_DEVICE, EmulatedNetwork, why_not_permitted
 from ds_hybridep.lab.topology import LinkSpec, Topology
 from ds_hybridep.link import TLS
-from ds_hybridep.sites.exchange import Counters, Crossing
+from ds_hybridep.sites.exchange import Counters, Header, SiteConnections
 from ds_hybridep.sites.packets import OwnedSlice, Packets
 from ds_hybridep.sync.home import Home
 
@@ -71,23 +71,23 @@ class Tap(Proxy):
 
 
 @contextmanager
-def two_sites(tls: TLS | None) -> Iterator[tuple[list[Crossing], Tap]]:
+def two_sites(tls: TLS | None) -> Iterator[tuple[list[SiteConnections], Tap]]:
     """Site b dials site a through a tap."""
-    crossings = [
-        Crossing(NAMES, name, 0, b"a secret of sixteen", host="127.0.0.1", timeout_s=20.0,
+    connections = [
+        SiteConnections(NAMES, name, 0, b"a secret of sixteen", host="127.0.0.1", timeout_s=20.0,
         counters={one: Counters() for one in NAMES},
                  tls=tls)
         for name in NAMES
     ]  # fmt: skip
-    tap = Tap(crossings[0].address)
-    addresses = {"a": tap.address, "b": crossings[1].address}
+    tap = Tap(connections[0].address)
+    addresses = {"a": tap.address, "b": connections[1].address}
     try:
         with ThreadPoolExecutor() as pool:
-            list(pool.map(lambda one: one.open(1, NAMES, [], addresses), crossings))
-        yield crossings, tap
+            list(pool.map(lambda one: one.open(1, NAMES, [], addresses), connections))
+        yield connections, tap
     finally:
         with ThreadPoolExecutor() as pool:  # waits, so that nothing is dialled any more
-            list(pool.map(lambda one: one._link.close(), crossings))
+            list(pool.map(lambda one: one._link.close(), connections))
         tap.close()
 
 
@@ -101,11 +101,15 @@ def test_gradients_are_read_between_sites_unless_tls_is_on(tmp_path: Path, encry
     packets = [
         Packets(name, codec, codec, torch.float32, home=Home(torch.device("cpu"))).encode(one) for name in NAMES
     ]
-    with two_sites(make_certificates(tmp_path) if encrypts else None) as (crossings, tap):
+    with two_sites(make_certificates(tmp_path) if encrypts else None) as (connections, tap):
         with ThreadPoolExecutor() as pool:
-            got = list(pool.map(lambda pair: pair[0].swap([pair[1]]), zip(crossings, packets, strict=True)))
+            got = list(
+                pool.map(
+                    lambda pair: pair[0].swap([pair[1]], Header(0, 1.0, 1.0)), zip(connections, packets, strict=True)
+                )
+            )
         for received in got:
-            assert all(map(torch.equal, received, packets))
+            assert all(torch.equal(one.data, packet) for one, packet in zip(received.values(), packets, strict=True))
         for packet in packets:
             known = packet.numpy().tobytes()
             assert len(known) > KNOWN_BYTES
@@ -129,15 +133,17 @@ def test_weights_of_a_job_are_read_between_sites_unless_tls_is_on(tmp_path: Path
             assert tap.stdout.readline() == b"ready\n"
             point = Meeting(tmp_path, network.topology.address_of(0), network.command_on(0, []), tls=files)
             with point as meeting:
-                options = {"block": block(meeting, tmp_path, link=of_link), "ep_size": 1}
-                # Site b has other weights, so it takes over those of site a, which cross.
+                options = {"block": block(meeting, tmp_path, link=of_link), "ep_size": 1, "steps": 10**6}
+                options["until"] = str(tmp_path / "until")
+                # Site b has other weights, so it joins site a, whose weights cross.
                 jobs = [
                     Job(tmp_path, name, 1, network.command_on(host, []), site=name, first_rank=host, seed=1 + host,
                         **options)
                     for host, name in enumerate(NAMES)
                 ]  # fmt: skip
                 try:
-                    (a,), (b,) = (job.records() for job in jobs)
+                    jobs[1].wait_for_step(3)
+                    (a,), (b,) = end_together(tmp_path, jobs)
                 finally:
                     for job in jobs:
                         job.kill()

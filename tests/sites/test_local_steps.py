@@ -51,7 +51,7 @@ def test_the_outer_step_is_that_of_nesterov_sgd(every: int) -> None:
                 num_exchanged[name] += 1
         outer.step()
         for site, one, delta in zip(sites, packets, deltas, strict=True):
-            one.average(delta, sent)
+            one.average(delta, sent, [1.0, 1.0])
             site.apply(fragment, delta)
         for name in chosen:
             expected = dict(reference.named_parameters())[name]

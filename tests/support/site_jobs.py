@@ -29,17 +29,21 @@ def secret_file(folder: Path, text: str = "a secret of at least sixteen bytes") 
 
 
 class Meeting:
-    """A meeting point in a process of its own.  before: words in front of its command.  port: 0 chooses one."""
+    """A meeting point in a process of its own.
+
+    before: words in front of its command.  port: 0 chooses one.  more: words behind it.
+    """
 
     def __init__(
-        self, folder: Path, host: str = "127.0.0.1", before: Sequence[str] = (), port: int = 0, tls: TLS | None = None
-    ) -> None:
+        self, folder: Path, host: str = "127.0.0.1", before: Sequence[str] = (), port: int = 0,
+        tls: TLS | None = None, more: Sequence[str] = (),
+    ) -> None:  # fmt: skip
         self.port, self.host, self.log = port or free_port(), host, folder / "meeting.log"
         command = ["-m", "ds_hybridep.commands.main", "meet", "--port", str(self.port), "--host", host]
         command += [word for name, path in vars(tls).items() for word in (f"--{name}", str(path))] if tls else []
         self._file = self.log.open("a")
         self.process = subprocess.Popen(
-            [*before, sys.executable, *command, "--secret-file", str(secret_file(folder))],
+            [*before, sys.executable, *command, "--secret-file", str(secret_file(folder)), *more],
             stdout=self._file, stderr=self._file,
         )  # fmt: skip
 

@@ -21,14 +21,12 @@ from hf_models import build_hf_model, hf_loss, let_plain_autoep_work
 from toy_model import ToyConfig, batch, build_model
 
 import ds_hybridep
-from ds_hybridep.errors import CommunicationError
-from ds_hybridep.sites.exchange import Crossing
 
 DEFAULTS = {
     "out": "", "steps": 6, "first_rank": 0, "zero": 1, "dtype": "fp32", "accumulation": 1, "clip": 0.0, "block": None,
     "ep_size": 2, "overflow_at": -1, "pause_s": 0.0, "lr": 1e-2, "tell": "", "grad_accum_dtype": None, "family": None,
-    "until": "", "seed": 1, "loses_state": False, "bucket": 500_000_000, "dies_at": -1,
-    "dies_in": "backward", "grows_at": -1,
+    "until": "", "seed": 1, "bucket": 500_000_000, "dies_at": -1, "dies_in": "backward", "grows_at": -1, "reads": None,
+    "weight": None, "dump": "", "checkpoints": "", "save_at": -1, "drifts_at": -1, "drifts_by": 1.0,
 }  # fmt: skip
 options = {**DEFAULTS, **json.loads(sys.argv[1])}
 deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
@@ -72,16 +70,9 @@ if options["block"]:
 parameters = list(model.parameters())
 if not family:
     parameters = split_params_into_different_moe_groups_for_optimizer({"params": parameters, "name": "all"})
-if options["loses_state"] and rank == world - 1:  # what comes first to this rank is not whole
-    receive = Crossing.receive_state
-
-    def lose(crossing: Crossing, name: str) -> bytes:
-        Crossing.receive_state = receive
-        receive(crossing, name)
-        raise CommunicationError("the connection broke")
-
-    Crossing.receive_state = lose
 engine, *_ = deepspeed.initialize(model=model, model_parameters=parameters, config=ds_config)
+if options["checkpoints"] and Path(options["checkpoints"], "latest").exists():
+    engine.load_checkpoint(options["checkpoints"])
 losses: dict[int, float] = {}
 first_bytes = [  # of parameters at the start, if they have so many
     flat[:16].numpy().tobytes().hex()
@@ -121,9 +112,11 @@ while engine.global_steps < last_step():
     step = engine.global_steps
     total = 0.0
     for micro_step in range(options["accumulation"]):
-        inputs = batch(
-            toy, seed=1, step=step, micro_step=micro_step, rank=options["first_rank"] + rank, num_sequences=2
+        # reads: whose share of the data each micro-step reads, by rank of one job over all of them.
+        place = (
+            (micro_step, options["first_rank"] + rank) if not options["reads"] else (0, options["reads"][micro_step])
         )
+        inputs = batch(toy, seed=1, step=step, micro_step=place[0], rank=place[1], num_sequences=2)
         loss = hf_loss(engine, *inputs) if family else engine(*inputs)
         total += loss.item()
         if options["dies_at"] >= 0:
@@ -131,22 +124,32 @@ while engine.global_steps < last_step():
         if options["dies_in"] == "forward":
             die()
         scale = float("inf") if step == options["overflow_at"] else 1.0
+        if options["weight"] is not None:
+            ds_hybridep.weigh(engine, options["weight"])
         engine.backward(loss * scale)
         if step == options["grows_at"] and engine.is_gradient_accumulation_boundary():
             for gradient in (one for group in engine.optimizer.averaged_gradients.values() for one in group):
                 gradient.mul_(2.0)
         engine.step()
+    if engine.global_steps == options["drifts_at"]:  # as a processor that rounds in another way does over time
+        engine.optimizer.single_partition_of_fp32_groups[0].data[:100] *= options["drifts_by"]
+    if engine.global_steps == options["save_at"]:
+        engine.save_checkpoint(options["checkpoints"])
     losses[step] = total / options["accumulation"]
     if options["tell"] and rank == 0:
         told = Path(f"{options['tell']}.partial")
         told.write_text(str(engine.global_steps))
         told.replace(options["tell"])  # who reads it finds the old number or the new one
     time.sleep(options["pause_s"])
+if options["dump"]:
+    held = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    torch.save(held, f"{options['dump']}-{rank}.pt")
 digest = hashlib.sha256()
 for parameter in model.parameters():
     digest.update(getattr(parameter, "ds_tensor", parameter).detach().float().numpy().tobytes())
 attachment = vars(engine).get("_hybridep_attachment")
-common = attachment.sites.digest().hex() if attachment is not None and attachment.sites is not None else ""
+local = attachment.sites.local if attachment is not None and attachment.sites is not None else None
+common = hashlib.sha256(b"".join(one.numpy().tobytes() for one in local.common())).hexdigest() if local else ""
 record = {
     "common": common,
     "sites": ds_hybridep.stats(engine)["sites"] if attachment is not None else None,
@@ -155,6 +158,7 @@ record = {
     "started_at": started_at,
     "first_bytes": first_bytes,
     "skipped": engine.skipped_steps,
+    "master_bytes": sum(one.nbytes for one in getattr(engine.optimizer, "single_partition_of_fp32_groups", ())),
 }
 Path(f"{options['out']}-{rank}.json").write_text(json.dumps(record))
 engine.destroy()
