@@ -2,6 +2,7 @@
 """Saves and loads states of codecs, adapters of experts and the plan, beside DeepSpeed's own checkpoints."""
 
 import inspect
+import pickle
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -128,9 +129,13 @@ def _load_weights(attachment: Attachment, original: Callable[..., Any], call: in
 
 
 def _client_state(engine: Any, load_dir: str, tag: str) -> dict[str, Any]:
-    """Return what a script has saved of its own in a checkpoint that is not loaded."""
+    """Return what a script has saved of its own in a checkpoint that is not loaded; nothing if it holds objects."""
     names = engine._get_all_ckpt_names(load_dir, tag)
-    saved = torch.load(names[0], map_location="cpu", weights_only=False, mmap=True) if names else {}
+    try:
+        saved = torch.load(names[0], map_location="cpu", weights_only=True, mmap=True) if names else {}
+    except (pickle.UnpicklingError, RuntimeError) as error:
+        warn_once(f"the client_state of {names[0]} is not returned: {str(error).splitlines()[0]}")
+        saved = {}
     return {key: value for key, value in saved.items() if key not in DEEPSPEED_STATES}
 
 

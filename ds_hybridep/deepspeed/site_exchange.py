@@ -48,6 +48,10 @@ def _swap(packets: Sequence[Tensor], header: Header, others: SiteConnections) ->
     return others.swap(packets, header)
 
 
+def _nothing() -> None:
+    """Put nothing back."""
+
+
 class SiteExchange:
     """Averages what one engine owns with its counterparts in other sites; all ranks of the site must make it.
 
@@ -88,9 +92,8 @@ class SiteExchange:
     def exchange(self) -> None:
         """Set this rank's averaged gradients to the mean over all sites that are present."""
         if not self._is_joining and self.local is None:
-            slices, put = self._average(self._gradients, lambda: self.state.loss_scale)
-            if slices:
-                put()
+            _, put = self._average(self._gradients, lambda: self.state.loss_scale)
+            put()
 
     def next_connections(self) -> SiteConnections | None:
         """Return the connections of the next exchange; None if there may be others by then, or nobody else."""
@@ -124,12 +127,12 @@ class SiteExchange:
     def _deltas(self, *, of_nothing: bool) -> tuple[list[OwnedSlice], Put]:
         """Return how far this site has come; nothing if it has just joined."""
         assert self.local is not None
-        return self.local.deltas(self.local.due(self.state.step)), lambda: None
+        return self.local.deltas(self.local.due(self.state.step)), _nothing
 
     def _average(
         self, take: Callable[..., tuple[list[OwnedSlice], Put]], loss_scale: Callable[[], float]
     ) -> tuple[list[OwnedSlice], Put]:
-        """Return what `take` returns, set to the mean over all members; alone, as it is.
+        """Return slices, set to the mean over all members, and what puts them back; alone, nothing is put.
 
         take: is called with `of_nothing=True` after this site has joined the others: then it has computed nothing for
             the step that they are at.
@@ -150,7 +153,7 @@ class SiteExchange:
             if len(epochs.members) < len(epochs.names):
                 epochs.stay_in_touch()
             if not epochs.others:
-                return slices, put
+                return slices, _nothing
             header = Header(self.state.step, loss_scale(), weight, self.state.rates, self._sketch())
             packets = self._encode(slices, header.loss_scale)
             received, is_agreed = epochs.exchange(partial(_swap, packets, header))

@@ -132,6 +132,10 @@ class Join:
         self._began_at = time.monotonic()
         self._say_at = self._began_at + FIRST_LINE_S
         self._stepped_at, self._pace = self._began_at, 0.0  # of the last fragment: when it came, positions per second
+        self._last_size, self._is_growing = (
+            0,
+            True,
+        )  # positions of the last fragment; it was longer than the one before
 
     def run(self) -> Mapping[str, Any]:
         """Take steps of the others until this site is a member; return the meeting point's answer that says so."""
@@ -217,7 +221,9 @@ class Join:
                 )
             self._vector.write(fragment.start, fragment.stop, fragment.payload)
             now = time.monotonic()
-            self._pace = (fragment.stop - fragment.start) / max(now - self._stepped_at, 1e-6)
+            size = fragment.stop - fragment.start
+            self._is_growing, self._last_size = size > 1.5 * self._last_size, size
+            self._pace = size / max(now - self._stepped_at, 1e-6)
             self._stepped_at = now
             self._position, self._num_positions = fragment.stop, fragment.num_positions
             self._is_settled = False
@@ -232,9 +238,11 @@ class Join:
         if (now := time.monotonic()) < self._say_at or not self._position:
             return
         spent_s, share = now - self._began_at, self._position / self._num_positions
-        left = self._num_positions - self._position
+        rest = f"about {(self._num_positions - self._position) / self._pace:.0f} s are left"
+        if self._is_growing:
+            rest = "fragments still grow"
         self._say_at = now + (GROWTH - 1) * spent_s
         log_dist(
             f"hybridep: site '{self._epochs.site}' has {share:.0%} of the state after {spent_s:.0f} s, at step "
-            f"{self._state.step} of the others; about {left / self._pace:.0f} s are left", ranks=[0], level=30,
+            f"{self._state.step} of the others; {rest}", ranks=[0], level=30,
         )  # fmt: skip
