@@ -59,6 +59,8 @@ class Meeting:
 class Job:
     """A job of `site_script.py`; it has a process group of its own for each command.  before: as in `Meeting`."""
 
+    script = SCRIPT
+
     def __init__(self, folder: Path, name: str, ranks: int, before: Sequence[str] = (), **options: Any) -> None:
         self.folder, self.name, self.ranks = folder, name, ranks
         self.processes: list[Any] = []
@@ -82,7 +84,7 @@ class Job:
     def _commands(self, options: str) -> list[tuple[list[str], dict[str, str]]]:
         """Return commands, and what they need in their environment: one for each rank."""
         ours = {"WORLD_SIZE": self.ranks, "LOCAL_SIZE": self.ranks, "MASTER_PORT": free_port()}
-        command = [sys.executable, str(SCRIPT), options]
+        command = [sys.executable, str(self.script), options]
         return [
             (command, {name: str(value) for name, value in {**ours, "RANK": rank, "LOCAL_RANK": rank}.items()})
             for rank in range(self.ranks)
