@@ -133,7 +133,7 @@ def test_weights_of_a_job_are_read_between_sites_unless_tls_is_on(tmp_path: Path
             assert tap.stdout.readline() == b"ready\n"
             point = Meeting(tmp_path, network.topology.address_of(0), network.command_on(0, []), tls=files)
             with point as meeting:
-                options = {"block": block(meeting, tmp_path, link=of_link), "ep_size": 1, "steps": 10**6}
+                options = {"block": block(meeting, tmp_path, link=of_link), "ep_size": 1, "steps": 10**6, "lr": 0.0}
                 options["until"] = str(tmp_path / "until")
                 # Site b has other weights, so it joins site a, whose weights cross.
                 jobs = [

@@ -50,9 +50,10 @@ config = {
     **({"hybridep": options["block"]} if options["block"] else {}),
 }
 arguments = transformers.TrainingArguments(
-    output_dir=options["out"], deepspeed=config, max_steps=steps, per_device_train_batch_size=rows, learning_rate=0.002,
-    lr_scheduler_type="constant", save_strategy="no", report_to=[], use_cpu=True, disable_tqdm=True, max_grad_norm=0.0,
-    accelerator_config={"use_configured_state": True}, dataloader_pin_memory=False, logging_steps=1,
+    output_dir=options["out"], deepspeed=config, max_steps=steps, per_device_train_batch_size=rows,
+    learning_rate=0.002, lr_scheduler_type="constant", save_strategy="no", report_to=[], use_cpu=True,
+    disable_tqdm=True, max_grad_norm=0.0, accelerator_config={"use_configured_state": True},
+    dataloader_pin_memory=False, logging_steps=1,
 )  # fmt: skip
 dataset = [sequence(number) for number in numbers]
 trainer = InOrder(model, arguments, train_dataset=dataset, data_collator=transformers.default_data_collator)
