@@ -152,6 +152,8 @@ class SiteExchange:
                 is_taken = True
             if len(epochs.members) < len(epochs.names):
                 epochs.stay_in_touch()
+                if epochs.needs_quorum:  # the others may have gone on without this site
+                    continue
             if not epochs.others:
                 return slices, _nothing
             header = Header(self.state.step, loss_scale(), weight, self.state.rates, self._sketch())

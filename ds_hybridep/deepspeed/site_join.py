@@ -24,7 +24,7 @@ from ds_hybridep.errors import CommunicationError, SiteError
 from ds_hybridep.runtime.log import log_dist
 from ds_hybridep.runtime.site_epochs import Epochs, check_headers
 from ds_hybridep.sites.exchange import Packet, SiteConnections, weights_of
-from ds_hybridep.sites.fragments import Fragment, Pace, StateVector
+from ds_hybridep.sites.fragments import NUM_PLAIN_STEPS, Fragment, Pace, StateVector
 from ds_hybridep.sites.local_steps import LocalSteps
 from ds_hybridep.sites.packets import OwnedSlice, Packets, leaves_of
 
@@ -132,10 +132,7 @@ class Join:
         self._began_at = time.monotonic()
         self._say_at = self._began_at + FIRST_LINE_S
         self._stepped_at, self._pace = self._began_at, 0.0  # of the last fragment: when it came, positions per second
-        self._last_size, self._is_growing = (
-            0,
-            True,
-        )  # positions of the last fragment; it was longer than the one before
+        self._last_size, self._num_steady = 0, 0  # positions of the last fragment; how many before were about as long
 
     def run(self) -> Mapping[str, Any]:
         """Take steps of the others until this site is a member; return the meeting point's answer that says so."""
@@ -222,7 +219,8 @@ class Join:
             self._vector.write(fragment.start, fragment.stop, fragment.payload)
             now = time.monotonic()
             size = fragment.stop - fragment.start
-            self._is_growing, self._last_size = size > 1.5 * self._last_size, size
+            self._num_steady = self._num_steady + 1 if size <= 1.5 * self._last_size else 0
+            self._last_size = size
             self._pace = size / max(now - self._stepped_at, 1e-6)
             self._stepped_at = now
             self._position, self._num_positions = fragment.stop, fragment.num_positions
@@ -239,8 +237,8 @@ class Join:
             return
         spent_s, share = now - self._began_at, self._position / self._num_positions
         rest = f"about {(self._num_positions - self._position) / self._pace:.0f} s are left"
-        if self._is_growing:
-            rest = "fragments still grow"
+        if self._num_steady <= NUM_PLAIN_STEPS:  # the first ones only measure, and then they grow
+            rest = "the time that is left is not known yet"
         self._say_at = now + (GROWTH - 1) * spent_s
         log_dist(
             f"hybridep: site '{self._epochs.site}' has {share:.0%} of the state after {spent_s:.0f} s, at step "

@@ -123,6 +123,7 @@ class Epochs:
         is_agreed, self.needs_quorum = self.inside.broadcast(said)
         if is_agreed:
             self.num_exchanges += 1
+            self.is_complete = False  # no step is under way any more
         return received, is_agreed
 
     is_complete = False  # all ranks have all packets of the last exchange

@@ -44,6 +44,8 @@ class Record:
 
     run: the identity of the training run; "" before the first epoch.
     step: the newest step that members have committed.
+    members: of the last epoch, in the order of `names`, but for those that have left; which process each was,
+        and who has left.
     """
 
     run: str = ""
@@ -51,6 +53,8 @@ class Record:
     epoch: int = 0
     names: list[str] = field(default_factory=list)
     members: list[str] = field(default_factory=list)
+    instances: dict[str, str] = field(default_factory=dict)
+    left: list[str] = field(default_factory=list)
 
 
 @dataclass
@@ -120,6 +124,7 @@ class Meeting:
         self._first_call_at = 0.0
         self._adopted_at = clock() if self.record.members else float("-inf")  # when members were last learned
         self._has_formed = False  # the present members were chosen by this process
+        self._replaced: list[str] = []  # members of the last epoch in whose place another process has come
         self._saved, self._saved_at = Record(**asdict(self.record)), float("-inf")
         self._reason = ""
 
@@ -152,12 +157,14 @@ class Meeting:
         epoch, members, record = said["epoch"], said["members"], self.record
         is_newer = epoch > record.epoch or (0 < epoch == record.epoch and not self.members)
         if is_newer and not self._has_formed:  # this meeting point was restarted: other members may still come
-            record.epoch, record.members = epoch, list(members)
+            left = record.left if epoch == record.epoch else []
+            record.epoch, record.members = epoch, [one for one in members if one not in left]
             record.run = said.get("run") or record.run
             record.step = max(record.step, int(said.get("step", 0)))
             self._adopted_at, self._has_formed = self._clock(), False
-        elif epoch == 0 and name in self.members and (known is None or known.instance != instance):
+        elif epoch == 0 and name in self.members and record.instances.get(name) != instance:
             self.members.remove(name)  # another process, which has the state of a start
+            self._replaced.append(name)
         if name in self.joiners and (known is None or known.instance != instance):
             self.joiners.remove(name)
         site = KnownSite(name, instance, float(said["wait_s"]), send, self._clock(), int(said.get("step", 0)))
@@ -202,8 +209,11 @@ class Meeting:
             self._first_call_at = self._first_call_at or site.heard_at
             self.tick()
         elif said["op"] == "leave":
+            self._note_step(site, int(said.get("step", site.step)))
+            self._saved_at = float("-inf")
             if site.name in self.members:
                 self.members.remove(site.name)  # in good order: nobody has to wait for it
+                self.record.left.append(site.name)
             self._remove(site, "has left")
             self.tick()
 
@@ -222,6 +232,7 @@ class Meeting:
             return f"site '{name}' is not here"
         if name in self.members:
             self.members.remove(name)
+            self.record.left.append(name)
         site.send({"op": "refused", "text": f"an operator has dropped site '{name}'; start it again to join"})
         self._remove(site, "was dropped by an operator")
         self.tick()
@@ -337,6 +348,11 @@ class Meeting:
             start = f"in {max(wait_s - waited_s, 0):.0f} s" if is_enough else "with at least half of the sites"
             self._reason = f"not here yet: {missing}; the others start {start}"
             return
+        first = [name for name, call in whole.items() if call["step"] == newest]
+        if all(calls[name]["complete"] for name in first):  # a member that is away may have applied the step
+            for name in first:
+                self._answer(name, {"op": "commit"})
+            return
         if run and run == record.run and newest < record.step:
             self._log(f"steps {newest + 1} to {record.step} of run {run} are lost: no site that is here has them")
         record.run, record.step = run or os.urandom(8).hex(), newest
@@ -369,6 +385,12 @@ class Meeting:
         calls = {name: site.call for name, site in calling.items() if site.call is not None}
         newest = max(calls[name]["step"] for name in there)
         known = self.record.step  # members that have gone may have made it
+        if (self._replaced or len(there) < len(self.members)) and all(
+            call["complete"] and call["step"] == newest for call in map(calls.__getitem__, there)
+        ):
+            for name in there:  # whoever is missing may have applied the step
+                self._answer(name, {"op": "commit"})
+            return
         if self._tells_to_commit(there, calls, known if newest == known - 1 else newest):
             return  # who was told calls again at the next step
         if newest < known:
@@ -508,7 +530,9 @@ class Meeting:
         members = [name for name in in_order if name == lead or _is_like(calls[name], first)]
         self.joiners = [name for name in in_order if name not in members]
         record.epoch += 1
-        record.members, self._has_formed = members, True
+        record.members, self._has_formed, self._replaced = members, True, []
+        record.left = []
+        record.instances = {name: self.sites[name].instance for name in members}
         for name in members:
             self._attempts.pop((name, self.sites[name].instance), None)
         message = {

@@ -132,7 +132,7 @@ class Member:
             return
         with self._changed:
             self._is_closed = True
-            self._send({"op": "leave"})
+            self._send({"op": "leave", "step": self._hello["step"]})
         if self._sock is not None:
             self._flushed.wait(LEAVE_S)
 

@@ -460,7 +460,7 @@ FAULTS = {
     "a fresh site may begin below what was seen": ("_begin", "if is_other:", "if False:"),
     "an older checkpoint leads": ("_begin", 'newest = max(call["step"]', 'newest = min(call["step"]'),
     "a member that lacks packets of a step is told to commit it": (
-        "_tells_to_commit", """ and calls[name]["complete"]]""", "]"
+        "_go_on", 'call["complete"] and call["step"] == newest', 'call["step"] == newest'
     ),
     "nobody is told to commit": ("_tells_to_commit", "if behind:", "if False:"),
     "what is kept is never written": ("_keep", "self._save(copy)", "pass"),
