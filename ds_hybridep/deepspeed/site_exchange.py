@@ -36,7 +36,7 @@ OTHER_WEIGHTS = 1e-2  # no rounding makes so much
 RUN_FILE = "hybridep_sites.json"  # beside DeepSpeed's files in a checkpoint
 
 
-class Outcome(Enum):
+class QuorumOutcome(Enum):
     """What a quorum has decided about the step under way."""
 
     GO_ON = "exchange it, perhaps again, with the members of the new epoch"
@@ -141,14 +141,14 @@ class SiteExchange:
         place: InsideStep = "before" if self.local is None else "after"
         slices: list[OwnedSlice] = []
         while True:
-            outcome = Outcome.GO_ON
-            while epochs.needs_quorum and outcome is Outcome.GO_ON:
+            outcome = QuorumOutcome.GO_ON
+            while epochs.needs_quorum and outcome is QuorumOutcome.GO_ON:
                 self._recall()
                 outcome = self._form(place)
-            if outcome is Outcome.JOINED:
+            if outcome is QuorumOutcome.JOINED:
                 weight = 0.0
-            if outcome is Outcome.JOINED or not is_taken:
-                slices, put = take(of_nothing=outcome is Outcome.JOINED)
+            if outcome is QuorumOutcome.JOINED or not is_taken:
+                slices, put = take(of_nothing=outcome is QuorumOutcome.JOINED)
                 is_taken = True
             if len(epochs.members) < len(epochs.names):
                 epochs.stay_in_touch()
@@ -163,10 +163,10 @@ class SiteExchange:
                 self._num_repeated += 1
                 epochs.needs_quorum = True
                 outcome = self._form(place)
-                if outcome is Outcome.JOINED:
+                if outcome is QuorumOutcome.JOINED:
                     weight = 0.0
                     slices, put = take(of_nothing=True)
-                if outcome is not Outcome.COMMIT:
+                if outcome is not QuorumOutcome.COMMIT:
                     self._recall()
                     continue
             check_headers(epochs.site, self.state.step, received, list(received))
@@ -330,19 +330,19 @@ class SiteExchange:
 
     def start(self) -> None:
         """Join the others, if they are training already."""
-        if self.epochs.is_running and self._form("") is Outcome.JOINED and self.local is not None:
+        if self.epochs.is_running and self._form("") is QuorumOutcome.JOINED and self.local is not None:
             self.weight = 0.0
             self.after_step(was_applied=True)  # the exchange that they are at
             self.has_joined = True
 
-    def _form(self, inside_step: InsideStep) -> Outcome:
+    def _form(self, inside_step: InsideStep) -> QuorumOutcome:
         """Take part in a new epoch."""
         epochs = self.epochs
         answer: Mapping[str, Any] = epochs.call(is_whole=not self._is_lost)
         self._owed = []  # the first exchange of the epoch compares anew
         if answer["op"] == "commit":
-            return Outcome.COMMIT
-        outcome = Outcome.GO_ON
+            return QuorumOutcome.COMMIT
+        outcome = QuorumOutcome.GO_ON
         if epochs.site in answer["joiners"]:
             self._recall()
             self.packets.forget()
@@ -355,7 +355,7 @@ class SiteExchange:
             self.state.count_as_if_always_here(inside_step)
             self.refresh()
             self._num_joins += 1
-            self.has_joined, outcome = True, Outcome.JOINED
+            self.has_joined, outcome = True, QuorumOutcome.JOINED
         self._lead.begin(positions_of(answer, epochs.inside.rank) if epochs.site == epochs.lead else {})
         return outcome
 

@@ -145,7 +145,7 @@ class Member:
                     return self._connect()
                 except OSError as error:
                     self.trouble = str(error)
-                except Refused as refusal:
+                except MeetingRefusal as refusal:
                     if not refusal.may_pass or time.monotonic() > deadline:
                         raise SiteError(f"site '{self.name}': the meeting point refused it: {refusal}") from None
                     self.trouble = str(refusal)
@@ -165,7 +165,7 @@ class Member:
             sock.sendall(protocol.pack(self._hello))
             said = _receive(sock)
             if said["op"] == "refused":
-                raise Refused(said["text"], may_pass=said["may_pass"])
+                raise MeetingRefusal(said["text"], may_pass=said["may_pass"])
             if not self.welcome:
                 self.welcome = said
             elif not said["is_member"]:
@@ -204,7 +204,7 @@ class Member:
                     break
                 except OSError as error:
                     self.trouble = f"the meeting point is not reached: {error}"
-                except Refused as refusal:
+                except MeetingRefusal as refusal:
                     self.trouble = f"the meeting point refuses it now: {refusal}"
                     if refusal.is_final:
                         with self._changed:
@@ -272,7 +272,7 @@ class Member:
         os.eventfd_write(self._wakes, 1)
 
 
-class Refused(Exception):
+class MeetingRefusal(Exception):
     """may_pass: it may be taken later.  is_proven: by a meeting point that knows the secret, not by a stranger."""
 
     def __init__(self, text: str, may_pass: bool = False, is_proven: bool = True) -> None:
@@ -285,7 +285,7 @@ def connect(address: tuple[str, int], side: str, secret: bytes, context: ssl.SSL
 
     side: "site" or "operator".
 
-    Raises OSError, or Refused.
+    Raises OSError, or MeetingRefusal.
     """
     sock = socket.create_connection(address, CONNECT_S)
     try:
@@ -295,14 +295,14 @@ def connect(address: tuple[str, int], side: str, secret: bytes, context: ssl.SSL
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(1000 * SILENT_S))
         theirs = _read(sock, protocol.CHALLENGE_BYTES)
         if not theirs.startswith(protocol.MAGIC):
-            raise Refused(
+            raise MeetingRefusal(
                 "it does not speak this protocol; install the same version of ds_hybridep there", is_proven=False
             )
         ours = protocol.challenge()
         sock.sendall(ours + protocol.prove(secret, side, theirs, ours))
         verdict = _read(sock, protocol.ANSWER_BYTES)
         if not hmac.compare_digest(verdict[1:], protocol.prove(secret, "meeting", theirs, ours)):
-            raise Refused("the two have different secrets; give both the same secret file", is_proven=False)
+            raise MeetingRefusal("the two have different secrets; give both the same secret file", is_proven=False)
     except (EOFError, TimeoutError) as error:
         sock.close()
         raise ConnectionError(f"{error} in the handshake; is TLS configured on both sides or on none?") from None
@@ -320,7 +320,7 @@ def ask_as_operator(
         with connect(address, "operator", secret, context) as sock:
             sock.sendall(protocol.pack(order))
             return _receive(sock)
-    except Refused as refusal:
+    except MeetingRefusal as refusal:
         raise ConnectionError(str(refusal)) from None
 
 
