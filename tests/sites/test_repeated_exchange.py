@@ -3,6 +3,7 @@
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -33,7 +34,7 @@ class Connections:
 
     site, names, members, others, lead, run = "a", ["a", "b"], ["a", "b"], ["b"], "a", "some run"
     num_exchanges, connections = 1, None
-    inside = SimpleNamespace(rank=0, any_of=lambda said: said, mean=lambda number: number)
+    inside = SimpleNamespace(rank=0, any_of=lambda said: said, mean=lambda number: number, broadcast=lambda said: said)
 
     def __init__(self, theirs: Callable[[Header], Header] = lambda header: header) -> None:
         self.fails = self.needs_quorum = False
@@ -88,6 +89,22 @@ def test_nothing_is_left_of_a_run_whose_optimizer_state_was_not_loaded() -> None
     state = site.local.state_dict()
     assert all(not momentum.any() for fragment in state["momentum"] for momentum in fragment)
     assert all(bool((common == 2.0).all()) for fragment in state["common"] for common in fragment)
+
+
+def test_a_checkpoint_of_other_local_steps_begins_them_anew(tmp_path: Path) -> None:
+    """It once ended all sites with a TypeError or ValueError."""
+    weight = torch.zeros(3, 3)
+    one = OwnedSlice((whole("w", weight.shape),), (weight,), False)
+    saved = site_a(State(), local=LocalSteps([one], 2, HOME))
+    saved.local.apply(0, [OwnedSlice(one.spans, (torch.ones(3, 3),), False)])
+    saved.save(tmp_path)
+    same, other = (site_a(State(), local=LocalSteps([one], every, HOME)) for every in (2, 3))
+    for site in (same, other):
+        site.after_load(tmp_path)
+        assert site.epochs.run == "some run"
+    assert any(momentum.any() for fragment in same.local.state_dict()["momentum"] for momentum in fragment)
+    assert not any(momentum.any() for fragment in other.local.state_dict()["momentum"] for momentum in fragment)
+    site_a(State()).after_load(tmp_path)  # without local steps
 
 
 def test_an_exchange_that_does_not_count_leaves_no_residual() -> None:
