@@ -54,6 +54,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(scope="session")
+def permitted() -> None:
+    """Skip the test where no network may be emulated."""
+    from ds_hybridep.lab.network import why_not_permitted
+
+    if reason := why_not_permitted():
+        pytest.skip(f"emulated networks are not permitted here: {reason}")
+
+
+@pytest.fixture(scope="session")
 def pool2() -> Iterator[ProcessPool]:
     """Two gloo ranks."""
     with ProcessPool(2) as pool:

@@ -14,10 +14,10 @@ the other side first: where a receive waits for it, its bytes are read into that
 from ds_hybridep.link.link import Link, LinkChannel
 from ds_hybridep.link.messages import BULK, URGENT, Handle
 from ds_hybridep.link.options import Address, LinkOptions
-from ds_hybridep.link.peer import FAILED, LEFT, LOST, SILENT_S, Fact, Peer, PeerStatistics, State
+from ds_hybridep.link.peer import BLOCKED, FAILED, LEFT, LOST, SILENT_S, Fact, Peer, PeerStatistics, State
 from ds_hybridep.link.trust import LEAST_SECRET_BYTES, TLS, read_secret
 
 __all__ = [
-    "BULK", "FAILED", "LEAST_SECRET_BYTES", "LEFT", "LOST", "SILENT_S", "TLS", "URGENT", "Address", "Fact", "Handle",
-    "Link", "LinkChannel", "LinkOptions", "Peer", "PeerStatistics", "State", "read_secret",
+    "BLOCKED", "BULK", "FAILED", "LEAST_SECRET_BYTES", "LEFT", "LOST", "SILENT_S", "TLS", "URGENT", "Address", "Fact",
+    "Handle", "Link", "LinkChannel", "LinkOptions", "Peer", "PeerStatistics", "State", "read_secret",
 ]  # fmt: skip

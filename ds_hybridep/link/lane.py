@@ -48,11 +48,15 @@ class Lane:
         self._on_frame, self._on_drop = on_frame, on_drop
         self.sock: socket.socket | None = None
         self.heard_at = self.acknowledged_at = time.monotonic()
-        self.silent_s = 0.0  # for the peer to count
+        self.silent_s = self.stalled_s = 0.0  # for the peer to count
         self.received = 0  # DATA frames
         self.is_paused = False  # a frame has no place: nothing is read until `resume` finds one
         self.sent_bytes = self.received_bytes = self.num_connections = 0
         self.num_retransmitted = 0  # segments, over connections that were closed
+        # TCP's acknowledged bytes: when this connection began or the last frame was acknowledged (None: now), last
+        # seen, and the most of any connection since the last frame was acknowledged.
+        self._base_bytes: int | None = None
+        self._seen_bytes = self._furthest_bytes = 0
         self._acknowledged = 0
         self.kept: deque[Piece] = deque()  # not acknowledged
         self._header = memoryview(bytearray(HEADER.size))
@@ -77,6 +81,7 @@ class Lane:
         """Go on over a new connection, whose other side has got `received` frames."""
         self.sock, self.heard_at = sock, time.monotonic()
         self.num_connections += 1
+        self._seen_bytes = self._base_bytes = tcp_info(sock).acknowledged_bytes
         self._wants(EVENT_READ)
         self._guarded(lambda: self._acknowledge(received))
         self._again = deque(self.kept)
@@ -86,7 +91,7 @@ class Lane:
     def drop(self, cause: str) -> None:
         """Close the connection, if there is one."""
         if self.sock is not None:
-            self.num_retransmitted += tcp_info(self.sock)[1]
+            self.num_retransmitted += tcp_info(self.sock).retransmissions
             self._wants(0)
             self.sock.close()
             self.sock = None
@@ -178,8 +183,27 @@ class Lane:
             raise ConnectionError(f"it acknowledges {count} frames, after {self._acknowledged}")
         while self._acknowledged < count:
             self.acknowledged_at = time.monotonic()
+            self.stalled_s, self._base_bytes = 0.0, None
             self._acknowledged += 1
             self._mail.acknowledged(self.kept.popleft()[1])
+
+    def count_stall(self, pause_s: float) -> bool:
+        """Note how long nothing of what was sent has arrived; return True if a packet of full size just has.
+
+        pause_s: time since the last call.  What was sent again over a new connection is no progress.
+        """
+        info = tcp_info(self.sock)
+        new_bytes, self._seen_bytes = info.acknowledged_bytes - self._seen_bytes, info.acknowledged_bytes
+        if self._base_bytes is None:
+            self._base_bytes, self._furthest_bytes = info.acknowledged_bytes, 0
+        this_far = info.acknowledged_bytes - self._base_bytes
+        # Without segments under way, it is the peer that takes nothing: its process is busy, or waits for nothing.
+        if this_far > self._furthest_bytes or not info.segments_under_way:
+            self._furthest_bytes = max(this_far, self._furthest_bytes)
+            self.stalled_s = 0.0
+        else:
+            self.stalled_s += pause_s
+        return new_bytes >= info.segment_bytes > 0
 
     # -- receiving --------------------------------------------------------------------------------------------------
 

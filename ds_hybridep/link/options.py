@@ -40,13 +40,27 @@ class LinkOptions(NamedTuple):
         return ""
 
 
-def tcp_info(sock: socket.socket | None) -> tuple[float | None, int]:
-    """Return TCP's smoothed round trip in seconds and the number of segments sent again; (None, 0) without one."""
+class TCPInfo(NamedTuple):
+    """What the system knows about a connection (`struct tcp_info` of Linux)."""
+
+    round_trip_s: float | None = None  # smoothed
+    retransmissions: int = 0  # segments that were sent again
+    segment_bytes: int = 0  # largest segment that is sent
+    segments_under_way: int = 0  # sent and not acknowledged
+    acknowledged_bytes: int = 0
+
+
+def tcp_info(sock: socket.socket | None) -> TCPInfo:
+    """Return what the system knows; nothing without a connection."""
     with contextlib.suppress(OSError):  # another thread may just have closed it
         if sock is not None:
-            info = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 104)
-            return struct.unpack_from("=I", info, 68)[0] / 1e6, struct.unpack_from("=I", info, 100)[0]
-    return None, 0
+            info = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 128)
+            segment_bytes, under_way, round_trip_us, retransmissions = (
+                struct.unpack_from("=I", info, at)[0] for at in (16, 24, 68, 100)
+            )
+            acknowledged_bytes = struct.unpack_from("=Q", info, 120)[0] if len(info) >= 128 else 0
+            return TCPInfo(round_trip_us / 1e6, retransmissions, segment_bytes, under_way, acknowledged_bytes)
+    return TCPInfo()
 
 
 def resolve(host: str, port: int) -> Resolved:

@@ -23,6 +23,7 @@ REFUSED_S = 1.0  # a peer is gone if a port that has taken connections refuses t
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.05, 1.0  # before dialling again
 FAILED, LEFT = "failed", "left"  # announcements with which a peer is gone
 LOST = "lost"  # what is said of a peer that is gone because it was silent for too long
+BLOCKED = "blocked"  # of one that is gone, though it lives, because large packets do not arrive; also an announcement
 
 
 class State(str, Enum):
@@ -34,7 +35,7 @@ class State(str, Enum):
 
 
 class Fact(NamedTuple):
-    """What a peer has announced, or what has become of it: then `kind` is LOST or one of `State`."""
+    """What a peer has announced, or what has become of it: then `kind` is LOST, BLOCKED or one of `State`."""
 
     rank: int
     kind: str
@@ -108,11 +109,11 @@ class Peer:
         return all(lane.num_connections for lane in self.lanes)
 
     def statistics(self) -> PeerStatistics:
-        lanes, seen = self.lanes, [tcp_info(lane.sock) for lane in self.lanes]
+        lanes, infos = self.lanes, [tcp_info(lane.sock) for lane in self.lanes]
         return PeerStatistics(
             self.state, sum(lane.sent_bytes for lane in lanes), sum(lane.received_bytes for lane in lanes),
-            min((round_trip_s for round_trip_s, _ in seen if round_trip_s is not None), default=None),
-            sum(lane.num_retransmitted for lane in lanes) + sum(count for _, count in seen),
+            min((info.round_trip_s for info in infos if info.round_trip_s is not None), default=None),
+            sum(lane.num_retransmitted for lane in lanes) + sum(info.retransmissions for info in infos),
             sum(max(lane.num_connections - 1, 0) for lane in lanes),
         )  # fmt: skip
 
@@ -162,6 +163,8 @@ class Peer:
                 self._announce()  # this rank may be about to leave, too
                 self.lanes[0].flush()
                 self.end(f"it has {kind}: {text}", kind)
+            elif kind == BLOCKED:
+                self.end(text, kind)
             else:
                 self.link.note(Fact(self.rank, kind, text))
 
@@ -195,7 +198,7 @@ class Peer:
         for lane in self.lanes:
             if lane.is_paused:  # its own doing
                 lane.heard_at = now
-            elif now - lane.heard_at > SILENT_S:
+            if now - lane.heard_at > SILENT_S:
                 lane.drop(f"nothing came for {SILENT_S:g} s")
             elif beats:
                 lane.tell(Frame(Kind.BEAT, sequence=self.link.progress))
@@ -223,6 +226,11 @@ class Peer:
                 lane.heard_at = min(now, lane.heard_at + pause_s)
             elif not is_busy:
                 lane.silent_s += pause_s
+        # A lane whose connection is broken, or whose peer is silent, is judged by the silence alone.
+        owing = [lane for lane in self._messages if lane.kept and lane.sock is not None]
+        if owing and not is_own and self.age_s() <= SILENT_S and any([lane.count_stall(pause_s) for lane in owing]):
+            for lane in owing:
+                lane.stalled_s = 0.0  # TCP only lets one connection wait for another
         self._ticked_at = now
 
     def age_s(self) -> float:
@@ -241,6 +249,8 @@ class Peer:
         """Find out whether the peer is alive, silent or gone."""
         if max(lane.silent_s for lane in self._messages) > self.link.timeout_s:  # what one carries is lost without it
             self.end(f"nothing was heard of it for {self.link.timeout_s:g} s; last, {self.last_trouble}", LOST)
+        elif max(lane.stalled_s for lane in self._messages) > self.link.timeout_s:
+            self._end_blocked()
         elif now - self._refused_at > REFUSED_S:
             self.end("its connections were closed and its port takes no new ones: its process has ended")
         elif self.state is not State.GONE:
@@ -250,6 +260,19 @@ class Peer:
             if (state := State.ALIVE if is_alive else State.SILENT) is not self.state:
                 self.state = state
                 self.link.note(Fact(self.rank, state.value, "" if is_alive else self.last_trouble))
+
+    def _end_blocked(self) -> None:
+        """Large packets do not arrive: tell the peer over a lane that passes small ones, and end."""
+        text = (
+            f"large packets from rank {self.link.rank} to {self.who} have not arrived for {self.link.timeout_s:g} s, "
+            f"though small ones do: is the MTU too large somewhere on the way?"
+        )
+        said = f"{BLOCKED}\0{text}".encode()
+        for lane in self._messages:
+            if not lane.kept:
+                lane.tell(Frame(Kind.FACT, len(said), sequence=len(self.link.said) + 1), said)
+                lane.flush()
+        self.end(text, BLOCKED)
 
     def end(self, cause: str, kind: str = State.GONE.value) -> None:
         """The peer is gone: close its connections and let all waits for it fail."""

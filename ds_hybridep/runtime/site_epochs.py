@@ -145,7 +145,7 @@ class Epochs:
         while answer["op"] == "left out":
             log_dist(
                 f"hybridep: the other sites went on without site '{self.site}', which is at step {self._step()}; it "
-                f"joins them", ranks=[0], level=30,
+                f"joins them: {answer['cause']}", ranks=[0], level=30,
             )  # fmt: skip
             answer = self._call(is_whole=False)
         return answer
@@ -160,9 +160,12 @@ class Epochs:
         positions = self.inside.gather(positions)
         if self._member is not None:
             causes = {name: cause for one in missed for name, cause in one.items()}
+            for name, cause in causes.items():
+                text = f"did not get what site '{name}' sent in step {self._step()}: {cause}"
+                log_dist(f"hybridep: site '{self.site}' {text}", ranks=[0], level=30)
             self._member.call(
                 run=self.run, step=self._step(), complete=self.is_complete, is_whole=is_whole, addresses=addresses,
-                missed=sorted(causes), causes=causes, positions=positions,
+                missed=causes, positions=positions,
             )  # fmt: skip
         began = time.monotonic()
         with self._patience(f"{' and '.join(name for name in self.names if name != self.site)} to agree") as patience:

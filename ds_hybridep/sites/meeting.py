@@ -34,7 +34,7 @@ SAVE_S = 1.0  # between records of how far the run is
 
 _HELLO = {"site": str, "names": list, "settings": dict, "instance": str, "epoch": int, "members": list}
 _CALL = {
-    "run": str, "step": int, "complete": bool, "is_whole": bool, "missed": list, "addresses": list,
+    "run": str, "step": int, "complete": bool, "is_whole": bool, "missed": dict, "addresses": list,
 }  # fmt: skip
 
 
@@ -443,7 +443,7 @@ class Meeting:
             return True
         for name in list(there):
             if calls[name]["step"] < newest and any(calls[other]["step"] == newest for other in there):
-                self._answer(name, {"op": "left out", "step": newest})
+                self._answer(name, {"op": "left out", "step": newest, "cause": f"they are at step {newest}"})
                 there.remove(name)
                 del calls[name]
                 self._remove(self.sites[name], f"was left out at step {newest}: it is at another step")
@@ -484,14 +484,12 @@ class Meeting:
         if name in self.joiners:
             calls = [self.sites[one].call for one in self.members if one in self.sites]
             missing = [call for call in calls if call is not None and name in call["missed"]]
-            own = site.call["missed"] if site.call is not None else []
+            own = site.call["missed"] if site.call is not None else {}
             if missing or own:
                 self.joiners.remove(name)
                 attempts.count += 1
                 attempts.not_before = self._clock() + FIRST_PAUSE_S * 2 ** (attempts.count - 1)
-                causes = [call.get("causes", {}).get(name, "") for call in missing]
-                theirs = [str(one) for one in (site.call or {}).get("causes", {}).values()]
-                attempts.cause = next((one for one in (*causes, *theirs) if one), "the sites did not reach each other")
+                attempts.cause = next(iter((*(call["missed"][name] for call in missing), *own.values())))
         return attempts
 
     def _refuse(self, name: str, text: str) -> None:
@@ -518,9 +516,11 @@ class Meeting:
         worst = max(reversed(there), key=lambda name: votes[name])
         if votes[worst] == 0 or 2 * (len(there) - 1) < len(self.members):
             return there
-        self._answer(worst, {"op": "left out", "step": step})
+        found = next(call["missed"][worst] for call in calls.values() if worst in call["missed"])
+        cause = f"the others do not reach it: {found}"
+        self._answer(worst, {"op": "left out", "step": step, "cause": cause})
         del calls[worst]
-        self._remove(self.sites[worst], f"was left out at step {step}: the others do not reach it")
+        self._remove(self.sites[worst], f"was left out at step {step}: {cause}")
         return [name for name in there if name != worst]
 
     def _form(self, calls: Mapping[str, dict[str, Any]], lead: str) -> None:

@@ -242,7 +242,10 @@ class Member:
                     said, got = json.loads(got[protocol.LENGTH.size : end]), got[end:]
                     self._hear(said)
             elif time.monotonic() - self.heard_at > SILENT_S:
-                raise TimeoutError(f"nothing was heard of it for {SILENT_S:g} s")
+                raise TimeoutError(
+                    f"nothing was heard of it for {SILENT_S:g} s; if each new connection ends so, is the MTU too "
+                    f"large somewhere on the way?"
+                )
 
     def _hear(self, said: dict[str, Any]) -> None:
         if said["op"] == "note":

@@ -120,7 +120,9 @@ class Transfer:
             return f"will not end: rank {gone[0][0]} has gone on to {gone[0][1]}"
         if self._ended.wait(max(0.0, transport.timeout_s - 2 * notice_s)):
             return None
-        return f"passed the time limit of {transport.timeout_s:g} s"
+        return (
+            f"passed the time limit of {transport.timeout_s:g} s; raise hybridep.timeout_s if the link is merely slow"
+        )
 
     def add(self, handle: Handle | None = None) -> None:
         """Let this transfer end only after a message of the link has gone or arrived, or after one more `end_part`."""
@@ -147,13 +149,16 @@ class Transfer:
         if is_background:
             transport.note_finished()
 
+    def __str__(self) -> str:
+        level = self.channel.transport.cluster.levels[self.channel.level].name
+        ranks = f"to ranks {self._destinations}, from ranks {self._sources}"
+        return f"{self.purpose} over level '{level}' ({self.num_bytes} bytes, {ranks})"
+
     def describe(self, failure: str) -> str:
-        transport, is_of_forward = self.channel.transport, self.purpose.kind in ("tokens", "expert_weights", "control")
+        is_of_forward = self.purpose.kind in ("tokens", "expert_weights", "control")
         return (
-            f"rank {transport.rank}: {self.purpose} over level '{transport.cluster.levels[self.channel.level].name}' "
-            f"({self.num_bytes} bytes, to ranks {self._destinations}, from ranks {self._sources}) {failure}; "
-            f"{UNEQUAL_CALLS if is_of_forward else ''}look at the log of the ranks named for the first error, or "
-            f"raise hybridep.timeout_s if the link is merely slow"
+            f"rank {self.channel.transport.rank}: {self} {failure}; "
+            f"{UNEQUAL_CALLS if is_of_forward else ''}look at the log of the ranks named for the first error"
         )
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from ds_hybridep.geometry.cluster import Cluster
-from ds_hybridep.link import FAILED, LEFT, LOST, State
+from ds_hybridep.link import BLOCKED, FAILED, LEFT, LOST, State
 
 VERDICT = "verdict"  # what another rank has found to be the cause
 GONE = State.GONE.value
@@ -14,6 +14,7 @@ ENDED = (FAILED, GONE, LEFT)  # kinds of news after which nothing comes of a ran
 # Of several news, the first one of the most telling kind is the cause.
 _TELLING = {
     FAILED: "rank {0} failed: {1}",
+    BLOCKED: "{1}",
     GONE: "rank {0} ended without a word ({1}): killed, out of memory, or crashed",
     VERDICT: "{1}",
 }
@@ -99,8 +100,9 @@ def cause_of(view: View) -> str:
 def _told(view: View) -> str:
     for kind, text in _TELLING.items():
         for one in view.news:
-            if one.kind == kind and one.rank != view.rank:
-                return text.format(one.rank, one.text) + (view.last_seen(one.rank) if kind != VERDICT else "")
+            if one.kind == kind and (one.rank != view.rank or kind == BLOCKED):
+                is_of_one = kind in (FAILED, GONE)
+                return text.format(one.rank, one.text) + (view.last_seen(one.rank) if is_of_one else "")
     return ""
 
 
@@ -177,8 +179,9 @@ def report(view: View, cause: str) -> str:
         lines.append(f"  rank{'s' * (len(ranks) > 1)} {', '.join(ranks[:16])}{more}: {state}")
     if view.last_transfer:
         lines.append(f"  last transfer of this rank: {view.last_transfer}")
+    hint = f"; if it was only silent for a while, raise hybridep.timeout_s (now {view.timeout_s:g})"
     lines.append(
-        "  what to do: read the log of the rank that the first line names, then restart from the last checkpoint; "
-        f"if it was only silent for a while, raise hybridep.timeout_s (now {view.timeout_s:g})"
+        "  what to do: read the log of the rank that the first line names, then restart from the last checkpoint"
+        f"{'' if view.ranks(BLOCKED) else hint}"
     )
     return "\n".join(lines) + "\n"

@@ -32,7 +32,7 @@ import torch.distributed as dist
 
 from ds_hybridep.errors import AgreementError, CommunicationError
 from ds_hybridep.geometry.cluster import Cluster
-from ds_hybridep.link import FAILED, LEFT, LOST, SILENT_S, Fact, State
+from ds_hybridep.link import BLOCKED, FAILED, LEFT, LOST, SILENT_S, Fact, State
 from ds_hybridep.transport.agreement import agree
 from ds_hybridep.transport.diagnosis import ENDED, GONE, VERDICT, News, View, cause_of, peers_of, report
 from ds_hybridep.transport.job_link import LinkSettings, open_link
@@ -112,13 +112,14 @@ class Watch:
         """Hear what the link knows of a peer, or what a peer passes on."""
         if fact.kind == "news":
             self._hear(News(*json.loads(fact.text)))
-        elif fact.kind in (*ENDED, LOST):
+        elif fact.kind in (*ENDED, BLOCKED, LOST):
             self._hear(News(*fact, self.rank))
 
     def _hear(self, news: News) -> None:
         """Keep news, and pass them on."""
-        key = news.rank, news.kind, news.by if news.kind == LOST else -1
-        if key in self._news or (news.rank == self.rank and news.kind != LOST):
+        is_of_a_link = news.kind in (BLOCKED, LOST)  # not of a rank
+        key = news.rank, news.kind, news.by if is_of_a_link else -1
+        if key in self._news or (news.rank == self.rank and not is_of_a_link):
             return
         self._news[key] = news
         if news.kind == LOST:
@@ -136,7 +137,7 @@ class Watch:
 
     def _is_told(self) -> bool:
         """Return whether it is known that the job cannot go on, and why."""
-        return self._has(FAILED, VERDICT) or time.monotonic() - self._lost_at > AGREE_S
+        return self._has(BLOCKED, FAILED, VERDICT) or time.monotonic() - self._lost_at > AGREE_S
 
     # -- the judgement ----------------------------------------------------------------------------------------------
 

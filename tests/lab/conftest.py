@@ -7,13 +7,6 @@ import time
 import pytest
 
 from ds_hybridep.lab import namespaces
-from ds_hybridep.lab.network import why_not_permitted
-
-
-@pytest.fixture(scope="session")
-def permitted():
-    if reason := why_not_permitted():
-        pytest.skip(f"emulated networks are not permitted here: {reason}")
 
 
 @pytest.fixture

@@ -174,7 +174,7 @@ class World:
         if self.meeting is not None and site.known is not None and not site.is_cut:
             said = {
                 "op": "quorum", "run": site.run, "step": site.step, "complete": site.is_complete,
-                "is_whole": site.is_whole, "missed": list(site.missed), "addresses": [],
+                "is_whole": site.is_whole, "missed": dict.fromkeys(site.missed, "nothing came"), "addresses": [],
             }  # fmt: skip
             self.meeting.hear(site.known, said)
 

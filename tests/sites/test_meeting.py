@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which sites the meeting point lets go on, without connections and without waiting."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,11 +37,12 @@ class Sites:
             self.known[name] = site
         return why
 
-    def call(self, name: str, step: int, **more: Any) -> None:
+    def call(self, name: str, step: int, missed: Sequence[str] = (), cause: str = "nothing came", **more: Any) -> None:
         epochs = [one for one in self.heard[name] if one["op"] == "epoch"]
         run = more.get("run", epochs[-1]["run"] if epochs else self.runs.get(name, ""))
         said = {
-            "run": run, "step": step, "complete": False, "is_whole": True, "missed": [], "addresses": [],
+            "run": run, "step": step, "complete": False, "is_whole": True, "missed": dict.fromkeys(missed, cause),
+            "addresses": [],
         }  # fmt: skip
         self.meeting.hear(self.known[name], {"op": "quorum", **said, **more})
 
@@ -158,7 +160,7 @@ def test_a_site_that_misses_packets_of_an_applied_step_is_left_out() -> None:
     sites = begun(["a", "b"])
     sites.call("b", 5, complete=False, missed=["a"])
     sites.call("a", 6, missed=["b"])
-    assert sites.said("b") == {"op": "left out", "step": 6}
+    assert sites.said("b") == {"op": "left out", "step": 6, "cause": "they are at step 6"}
     assert sites.said("a")["members"] == ["a"]
 
 
@@ -273,6 +275,7 @@ def test_two_sites_that_do_not_reach_each_other_do_not_try_for_ever() -> None:
         sites.call("b", 3, missed=["a"])
     assert sites.said("a")["members"] == ["a"]
     assert sites.said("b")["op"] == "left out"
+    assert sites.said("b")["cause"] == "the others do not reach it: nothing came"
 
 
 def test_a_site_that_has_ended_is_not_waited_for() -> None:
@@ -492,7 +495,7 @@ def test_a_joiner_that_nobody_reaches_costs_the_others_less_and_less_and_is_told
     asked = []
     for number in range(400):
         if sites.known["b"].call is None and sites.said("b").get("op") != "refused":
-            sites.call("b", 0, missed=["a"], causes={"a": "its port takes no connections"})
+            sites.call("b", 0, missed=["a"], cause="its port takes no connections")
         sites.pass_s(5, "ab" if sites.said("b").get("op") != "refused" else "a")
         if {"op": "change"} in sites.heard["a"]:
             asked.append(5 * number)

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from large_packets import lose_large_packets, pass_large_packets
 from process_pool import ProcessPool
 from site_jobs import ForkedJob, Job, Meeting, block, end_together, secret_file
 from torch.distributed import distributed_c10d
@@ -427,6 +428,28 @@ def test_one_of_three_that_is_cut_off_never_steps_and_joins_again_in_its_own_pro
     assert records[2][0]["sites"]["joins"] == 1
     assert "site 'c' waits for" in said
     assert "the other sites went on without site 'c'" in said or "joined at step" in said
+
+
+@pytest.mark.slow
+def test_a_site_that_large_packets_do_not_reach_says_so_and_joins_once_they_do(
+    permitted: None, tmp_path: Path
+) -> None:
+    with EmulatedNetwork(Topology(4, 1), LinkSpec()) as network:
+        places = {name: network.command_on(host, []) for host, name in enumerate("abc")}
+        point = Meeting(tmp_path, network.topology.address_of(3), network.command_on(3, []))
+        with point as meeting, three_sites(meeting, tmp_path, places) as (_, jobs):
+            jobs["a"].wait_for_step(4)
+            lose_large_packets(network, 2)
+            time.sleep(1)  # what is on its way arrives
+            at = jobs["c"].step()
+            jobs["a"].wait_for_step(at + 10)
+            assert jobs["c"].step() == at, "not one step by itself"
+            pass_large_packets(network, 2)
+            jobs["c"].wait_for_step(at + 10)
+            records = end_together(tmp_path, list(jobs.values()))
+            said = jobs["c"].output()
+    assert len({ranks[0]["weights"] for ranks in records}) == 1
+    assert "is the MTU too large somewhere on the way?" in said
 
 
 @contextmanager
