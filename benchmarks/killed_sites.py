@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Three sites for site-kills: what their ranks run, and how the driver starts, watches and ends them."""
+"""Three sites and a meeting point for site-kills: what ranks run, and how the driver starts, watches and ends them."""
 
 import argparse
 import ctypes
@@ -25,10 +25,13 @@ from benchmarks import training
 from benchmarks.common import JOB_FOLDER, REPOSITORY, Record, free_port, new_folder, usage_of
 from benchmarks.training import RECOMMENDED, byte_model, engine_of, loss_on, train_lm
 from ds_hybridep.lab.launcher import rank_environment
+from ds_hybridep.lab.network import HOST_DEVICE, EmulatedNetwork
 from ds_hybridep.sites.exchange import SiteConnections
 
 NAMES = ("a", "b", "c")
-LAYERS, HIDDEN, ROWS, SEQ_LEN = 2, 64, 4, 64
+LAYERS, HIDDEN, SEQ_LEN = 2, 64, 64
+ROWS, UNEQUAL_ROWS = {"a": 4, "b": 4, "c": 4}, {"a": 4, "b": 2, "c": 3}  # of a batch
+OTHER_PROCESSOR = {"ATEN_CPU_CAPABILITY": "default"}  # of site c, where sites are unequal: it rounds differently
 HELD_OUT = 64  # batches
 PLACES = ("forward", "backward", "exchange", "agreement", "update")  # a step sleeps before each
 BUCKETS = 16  # of ZeRO 2, about
@@ -82,7 +85,7 @@ def rank(args: argparse.Namespace, job: Job) -> None:
     with (job.folder / f"steps-{settings['life']}-{job.rank}").open("w", buffering=1) as told:
         while not last.exists() or engine.global_steps < int(last.read_text()):
             place = (settings["seed"], engine.global_steps, settings["index"], job.rank)
-            batch = train_lm.batch_at(corpus, place, rows=ROWS, seq_len=SEQ_LEN)
+            batch = train_lm.batch_at(corpus, place, rows=settings["rows"], seq_len=SEQ_LEN)
             pause("forward")
             loss, aux_loss = engine(*batch)
             pause("backward")
@@ -93,6 +96,7 @@ def rank(args: argparse.Namespace, job: Job) -> None:
     weights, state = hashes_of(engine)
     end = {"step": engine.global_steps, "weights": weights, "optimizer": state}
     end["loss"] = loss_on(engine, held_out, HELD_OUT, seq_len=SEQ_LEN)
+    torch.save([one.detach().float() for one in engine.module.parameters()], job.folder / f"weights-{job.rank}.pt")
     (job.folder / f"end-{job.rank}.json").write_text(json.dumps(end))
     dist.barrier()
     engine.destroy()
@@ -164,23 +168,23 @@ class Life:
 
 
 class Sites:
-    """A meeting point, and three sites."""
+    """A meeting point, and three sites; each on a host of its own where a network is given."""
 
-    def __init__(self, args: argparse.Namespace, folder: Path, seed: int, step_s: float, stack: ExitStack) -> None:
+    def __init__(
+        self, args: argparse.Namespace, folder: Path, seed: int, step_s: float, stack: ExitStack, *,
+        network: EmulatedNetwork | None,
+    ) -> None:  # fmt: skip
         self._args, self._folder, self._seed, self._step_s = args, new_folder(folder), seed, step_s
+        self._network = network
         self.lives: list[Life] = []
         self.now: dict[str, Life] = {}  # of each site that runs
         self._sample_at = 0.0
         self._secret, self._port = folder / "secret", free_port()
         self._ports = {name: free_port() for name in NAMES}
         self._secret.write_text(os.urandom(16).hex())
-        meet = ["-m", "ds_hybridep.commands.main", "meet", "--host", "127.0.0.1", "--port", str(self._port)]
-        log = stack.enter_context((folder / "meeting").open("wb"))
-        self._point = subprocess.Popen(
-            [sys.executable, *meet, "--secret-file", str(self._secret)], stdout=log, stderr=log
-        )
-        stack.callback(self._point.wait)
-        stack.callback(self._point.kill)
+        self._log = stack.enter_context((folder / "meeting").open("wb"))
+        self.start_point()
+        stack.callback(self.kill_point)
         stack.callback(self._end)
         for name in NAMES:
             self.start(name)
@@ -189,33 +193,63 @@ class Sites:
         for life in self.lives:
             life.kill()
 
+    def start_point(self) -> None:
+        """Start the meeting point, also again."""
+        where = [
+            "--host",
+            self._address(len(NAMES)),
+            "--port",
+            str(self._port),
+            "--folder",
+            str(self._folder / "meet"),
+        ]
+        line = [sys.executable, "-m", "ds_hybridep.commands.main", "meet", "--secret-file", str(self._secret), *where]
+        self._point = subprocess.Popen(self._on(len(NAMES), line), stdout=self._log, stderr=self._log)
+
+    def kill_point(self) -> None:
+        self._point.kill()
+        self._point.wait()
+
+    def _address(self, host: int) -> str:
+        return "127.0.0.1" if self._network is None else self._network.topology.address_of(host)
+
+    def _on(self, host: int, line: list[str]) -> list[str]:
+        return line if self._network is None else self._network.command_on(host, line)
+
     def start(self, name: str) -> Life:
-        args, folder = self._args, self._folder / name
+        args, folder, host = self._args, self._folder / name, NAMES.index(name)
         folder.mkdir(exist_ok=True)
-        sites = {"names": NAMES, "meeting_point": f"127.0.0.1:{self._port}", "secret_file": str(self._secret)}
+        sites = {
+            "names": NAMES,
+            "meeting_point": f"{self._address(len(NAMES))}:{self._port}",
+            "secret_file": str(self._secret),
+        }
         life = Life(name, folder, sum(one.site == name for one in self.lives), [])
         settings = {
             "block": {
                 "sites": sites | (RECOMMENDED if args.codecs == "recommended" else {}), "timeout_s": args.timeout_s
             },
-            "seed": self._seed, "index": NAMES.index(name), "step_s": self._step_s, "life": life.number,
+            "seed": self._seed, "index": host, "step_s": self._step_s, "life": life.number,
+            "rows": (UNEQUAL_ROWS if args.unequal else ROWS)[name],
         }  # fmt: skip
         (folder / "settings.json").write_text(json.dumps(settings))
         (folder / "place").write_text("start".ljust(12))
         paths = os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH")]))
         more, port = {JOB_FOLDER: str(folder), "HYBRIDEP_SITE": name, "PYTHONPATH": paths}, self._ports[name]
+        more |= OTHER_PROCESSOR if args.unequal and name == NAMES[-1] else {}
+        address, device = self._address(host), "lo" if self._network is None else HOST_DEVICE
         self.lives.append(life)
         for index in range(args.ranks):
-            environment = {**os.environ, **rank_environment(index, args.ranks, "127.0.0.1", "lo", port=port), **more}
+            environment = {**os.environ, **rank_environment(index, args.ranks, address, device, port=port), **more}
             with (folder / f"log-{life.number}-{index}").open("wb") as log:
-                line = [sys.executable, "-m", "benchmarks", *sys.argv[1:]]
+                line = self._on(host, [sys.executable, "-m", "benchmarks", *sys.argv[1:]])
                 life.processes.append(
                     subprocess.Popen(line, env=environment, stdout=log, stderr=log, start_new_session=True)
                 )
         self.now[name] = life
         return life
 
-    def look(self, sample_s: float) -> None:
+    def look(self, sample_s: float, *, has_point: bool = True) -> None:
         """See what all sites have done since.  Raises Failure where a process has ended."""
         takes = time.time() > self._sample_at
         for life in self.now.values():
@@ -225,7 +259,7 @@ class Sites:
             if takes and life.steps:
                 with suppress(OSError, KeyError):  # it ends just now: the next look says so
                     life.samples.append(usage_of(process.pid for process in life.processes))
-        if self._point.poll() is not None:
+        if has_point and self._point.poll() is not None:
             raise Failure(self.told("the meeting point ended"))
         self._sample_at = time.time() + sample_s if takes else self._sample_at
 
@@ -247,6 +281,19 @@ class Sites:
             life.look()
         paths = {name: [self._folder / name / f"end-{i}.json" for i in range(self._args.ranks)] for name in NAMES}
         return {name: [json.loads(path.read_text()) for path in of_site] for name, of_site in paths.items()}
+
+    def apart(self) -> float:
+        """Return how far weights of sites that have ended differ at most, as a share of the norm of a tensor."""
+        first, *others = (
+            [one for rank in range(self._args.ranks)
+             for one in torch.load(self._folder / name / f"weights-{rank}.pt", weights_only=True)]
+            for name in NAMES
+        )  # fmt: skip
+        return max(
+            float((one - ours).norm() / ours.norm().clamp_min(1e-12))
+            for theirs in others
+            for one, ours in zip(theirs, first, strict=True)
+        )
 
     def told(self, what: str) -> str:
         """A text and the ends of logs: of the sites as they are now, and of the meeting point."""

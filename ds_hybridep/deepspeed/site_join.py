@@ -66,6 +66,13 @@ class Handover:
     needs_head: bool = False
     pace: Pace | None = None
     sent_bytes: int = 0  # of the last fragment
+    sent_at: float = 0.0
+    arrived_at: float | None = None  # None: not yet
+
+    def note_arrival(self, sent_at: float, _: object) -> None:
+        """A fragment has arrived; perhaps one before the last."""
+        if sent_at == self.sent_at:
+            self.arrived_at = time.monotonic()
 
 
 class Lead:
@@ -101,13 +108,15 @@ class Lead:
             if one.pace is None:
                 one.pace = Pace(vector.num_bytes)
             elif step_s is not None:
-                one.pace.note(one.sent_bytes, step_s)
+                one.pace.note(one.sent_bytes, step_s, (one.arrived_at or now) - one.sent_at)
             start, end = one.runs[0]
             end = vector.num_positions if end is None else end
             stop, payload = vector.read(start, end, one.pace.next_bytes())
             head = self._state.head() if one.needs_head else b""
-            connections.send_fragment(name, Fragment(start, stop, vector.num_positions, head, payload))
-            one.needs_head, one.sent_bytes = False, payload.nbytes
+            sent = connections.send_fragment(name, Fragment(start, stop, vector.num_positions, head, payload))
+            one.needs_head, one.sent_bytes, one.sent_at, one.arrived_at = False, payload.nbytes, now, None
+            if sent is not None:
+                sent.add_done_callback(partial(one.note_arrival, now))
             one.runs = [*([(stop, end)] if stop < end else []), *one.runs[1:]]
             if not one.runs:
                 del self._handovers[name]

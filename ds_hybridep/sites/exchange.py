@@ -199,7 +199,7 @@ class SiteConnections:
         """
         self._departed[index] = packet
         for name in self.others:
-            if self._send(name, packet, str(index)) and is_early:
+            if self._send(name, packet, str(index)) is not None and is_early:
                 self._counters[name].early_bytes += packet.nbytes
 
     def swap(self, packets: Sequence[Tensor], header: Header) -> dict[str, Packet]:
@@ -290,11 +290,12 @@ class SiteConnections:
 
     # -- fragments of the state -------------------------------------------------------------------------------------
 
-    def send_fragment(self, name: str, fragment: Fragment) -> None:
-        """Start to send a fragment to a joiner, or to a member whose weights have drifted."""
+    def send_fragment(self, name: str, fragment: Fragment) -> Handle | None:
+        """Start to send a fragment to a joiner, or to a member whose weights have drifted; None if it is gone."""
         data = fragment.pack()
-        if self._send(name, data, channel="state"):
+        if (sent := self._send(name, data, channel="state")) is not None:
             self._counters[name].state_bytes += data.nbytes
+        return sent
 
     def receive_fragment(self, name: str) -> Fragment:
         """Return the next fragment that a member sends.  Raises CommunicationError if it does not come."""
@@ -309,16 +310,16 @@ class SiteConnections:
 
     # -- the rest ---------------------------------------------------------------------------------------------------
 
-    def _send(self, name: str, packet: Tensor, kind: str = "", channel: str = "gradients") -> bool:
-        """Send something of an exchange to a site; False if it is gone."""
+    def _send(self, name: str, packet: Tensor, kind: str = "", channel: str = "gradients") -> Handle | None:
+        """Send something of an exchange to a site; None if it is gone."""
         try:
-            self._channels[channel].send(self._index(name), packet, kind=kind)
+            sent = self._channels[channel].send(self._index(name), packet, kind=kind)
         except CommunicationError as error:
             if name in self.members:
                 self._fail(name, str(error))
-            return False
+            return None
         self._counters[name].sent_bytes += packet.nbytes
-        return True
+        return sent
 
     def _wait(self, handles: Sequence[Handle], name: str) -> None:
         """Wait until what a site sends has come or failed; announce it if that takes long."""

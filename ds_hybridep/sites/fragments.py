@@ -11,7 +11,8 @@ stays equal to its source, as long as both take the same steps.
 
 import math
 import struct
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Collection, Sequence
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
@@ -148,21 +149,26 @@ JOIN_S = 3600.0  # the time in which a join should end, even if steps then take 
 class Pace:
     """How long the fragments for one joiner are: steps take at most 1.2 times as long, or the join an hour.
 
+    A fragment that crosses in a fifth of a step's time costs no more, whatever else crosses.  Longer ones are tried
+    for as long as steps do not get slower, because most of the time the link may be idle.
+
     num_bytes: of all that is to be sent.
     """
 
     def __init__(self, num_bytes: int) -> None:
         self._left_bytes, self._left_s = float(num_bytes), JOIN_S
         self._plain: list[float] = []  # seconds of steps beside next to nothing
+        self._recent: deque[float] = deque(maxlen=NUM_PLAIN_STEPS)  # seconds of steps; one may take longer by itself
         self._size, self._growth = float(LEAST_BYTES), 2.0
 
-    def note(self, num_bytes: int, step_s: float) -> None:
-        """A step took so long, with its exchange and a fragment of so many bytes."""
+    def note(self, num_bytes: int, step_s: float, transfer_s: float) -> None:
+        """A step took so long, with its exchange and a fragment of so many bytes, which took `transfer_s`."""
         self._left_bytes -= num_bytes
         self._left_s -= step_s
+        self._recent.append(step_s)
         if len(self._plain) < NUM_PLAIN_STEPS:
             self._plain.append(step_s)
-        elif step_s > SLOWER * self._plain_s:
+        elif transfer_s > (SLOWER - 1) * step_s and _median(self._recent) > SLOWER * self._plain_s:
             self._growth = 1.1  # near the limit: approach it slowly
             self._size = max(self._size / 2, LEAST_BYTES)
         else:
@@ -177,4 +183,8 @@ class Pace:
 
     @property
     def _plain_s(self) -> float:
-        return sorted(self._plain)[len(self._plain) // 2]
+        return _median(self._plain)
+
+
+def _median(values: Collection[float]) -> float:
+    return sorted(values)[len(values) // 2]

@@ -2,6 +2,7 @@
 """A state that crosses in fragments, while both sides take the same steps, is equal at the end."""
 
 import copy
+import random
 
 import pytest
 import torch
@@ -108,18 +109,29 @@ def test_steps_take_at_most_a_fifth_longer_or_the_join_ends_within_an_hour(rate:
         size = min(pace.next_bytes(), int(left) + 1)
         took = step_s + size / rate
         slow += took > 1.1 * SLOWER * step_s
-        pace.note(size, took)
+        pace.note(size, took, size / rate)
         left, spent, num_steps = left - size, spent + took, num_steps + 1
     assert spent < 1.3 * JOIN_S
     if num_bytes / rate < 0.1 * JOIN_S:
         assert slow < 0.2 * num_steps, "unless the hour demands it"
 
 
+def test_steps_that_take_longer_now_and_then_do_not_make_a_join_last() -> None:
+    """Steps of 1 s, one in two of which takes 2 s for another reason: fragments may take a fifth of a step."""
+    rate, num_bytes, size, draw = 1e6, 10**7, 0, random.Random(1)
+    pace, left, num_steps = Pace(num_bytes), num_bytes, 0
+    while left > 0:
+        size = min(pace.next_bytes(), left)
+        pace.note(size, draw.choice((1.0, 2.0)) + size / rate, size / rate)
+        left, num_steps = left - size, num_steps + 1
+    assert num_steps < 200, "at 0.2 s of each second it takes 50 steps"
+
+
 def test_the_first_fragments_are_too_small_to_matter() -> None:
     pace = Pace(10**9)
     for _ in range(3):
         assert pace.next_bytes() == LEAST_BYTES
-        pace.note(LEAST_BYTES, 0.5)
+        pace.note(LEAST_BYTES, 0.5, 0.01)
     assert pace.next_bytes() > LEAST_BYTES, "an hour would not do"
 
 
