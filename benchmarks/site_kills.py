@@ -40,7 +40,6 @@ from ds_hybridep.lab.topology import LinkSpec, Topology, parse_duration, parse_r
 
 __all__ = ["Job", "add_arguments", "rank", "report", "run"]
 POLL_S = 0.1
-BACK_LIMIT_S = 120.0  # for a start, until the first step
 EXTRA_S = 5.0  # beyond timeout_s, for the others to go on
 STEP_LIMIT_S = 3.0  # of an undisturbed run
 MORE_STEPS = 20  # until the last one, once it is told
@@ -61,6 +60,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--zero-stage", type=int, choices=(1, 2), default=1)
     parser.add_argument("--timeout-s", type=float, default=10.0)
     parser.add_argument("--step-s", type=float, default=1.0, help="slept in each step while sites are killed")
+    parser.add_argument("--back-s", type=float, default=120.0, help="longest time from a start to the first step")
     parser.add_argument("--wan", help="rate of each site's uplink, such as 20mbit; without it the sites share a host")
     parser.add_argument("--delay", default="0", help="one way between sites, such as 30ms")
     parser.add_argument("--unequal", action="store_true", help="batches and processors of the sites differ")
@@ -133,7 +133,7 @@ class Killer:
     def run(self) -> int:
         """Kill for so many minutes; returns the step that all sites end at."""
         began = time.time()
-        self._until(lambda: all(life.steps for life in self._sites.now.values()), began + BACK_LIMIT_S, "start")
+        self._until(lambda: all(life.steps for life in self._sites.now.values()), began + self._args.back_s, "start")
         self.begin = time.time()
         slot_s = 60 * self._args.minutes / self._args.kills
         for number in range(self._args.kills):
@@ -191,11 +191,11 @@ class Killer:
             for kill in list(self._open):
                 if kill.new is None and now >= kill.restart_at:
                     kill.new = self._sites.start(kill.life.site)
-                if not kill.went_on() and now > kill.at + BACK_LIMIT_S:
+                if not kill.went_on() and now > kill.at + self._args.back_s:
                     raise Failure(self._sites.told(f"after the kill of {kill.life.site} the others do not go on"))
                 if kill.is_over():
                     self._close(kill)
-                elif kill.new and not kill.new.steps and now > kill.new.started_at + BACK_LIMIT_S:
+                elif kill.new and not kill.new.steps and now > kill.new.started_at + self._args.back_s:
                     raise Failure(self._sites.told(f"site {kill.life.site} does not come back"))
             if now > limit:
                 raise Failure(self._sites.told(f"all sites together: no {what} in time"))
@@ -245,7 +245,7 @@ def disturbed(args: argparse.Namespace, folder: Path, records: Records) -> Recor
         sites = Sites(args, folder, args.seed, args.step_s, stack, network=network)
         killer = Killer(args, sites, records)
         last = killer.run()
-        ends = sites.ends(BACK_LIMIT_S + 2 * MORE_STEPS * (args.step_s + STEP_LIMIT_S))
+        ends = sites.ends(args.back_s + 2 * MORE_STEPS * (args.step_s + STEP_LIMIT_S))
         uplinks = network.counters()[: len(NAMES)] if network else ()
     rows, lives = killer.rows, sites.lives
     longest = max(lives, key=lambda life: life.ended_at - life.started_at)
@@ -268,7 +268,7 @@ def undisturbed(args: argparse.Namespace, folder: Path, seed: int, last: int, re
     with ExitStack() as stack:
         sites, began = Sites(args, folder, seed, 0.0, stack, network=None), time.time()
         sites.tell_last(last)
-        ends = sites.ends(BACK_LIMIT_S + last * STEP_LIMIT_S)
+        ends = sites.ends(args.back_s + last * STEP_LIMIT_S)
     found = {"seed": seed, "seconds": round(time.time() - began), **equality_of(ends)}
     found |= {
         "loss": ends[NAMES[0]][0]["loss"],

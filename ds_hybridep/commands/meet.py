@@ -106,9 +106,10 @@ def format_status(status: dict[str, Any]) -> str:
     for name, site in status["sites"].items():
         silent = "" if site["silent_s"] is None else f"{site['silent_s']:.0f} s"
         cut = "" if site["is_connected"] or site["state"] == "absent" else ", cut off"
-        step = "" if site["step"] is None else str(site["step"])
+        step = "" if site["step"] is None or site["state"] == "joiner" else str(site["step"])
         rows.append([name, site["state"] + cut, step, silent, site["waits_for"]])
-    lines = [f"epoch {status['epoch']}, {run}", aligned(rows, left=(0, 1, 4))]
+    lines = [f"epoch {status['epoch']}, {run}"]
+    lines.append(aligned(rows, left=(0, 1, 4)) if status["sites"] else "no site has come yet")
     if status["waits_for"]:
         lines.append(f"waiting: {status['waits_for']}")
     if status["save_error"]:

@@ -168,7 +168,7 @@ class Epochs:
                 missed=causes, positions=positions,
             )  # fmt: skip
         began = time.monotonic()
-        with self._patience(f"{' and '.join(name for name in self.names if name != self.site)} to agree") as patience:
+        with self._patience("a quorum") as patience:
             while (answer := self._answer()) is None:
                 patience.look(self._reason())
         self.quorum_s += time.monotonic() - began

@@ -144,8 +144,9 @@ class Server:
             while site is not None:
                 self.meeting.hear(site, await _receive(reader))
         except (OSError, EOFError, TimeoutError, asyncio.TimeoutError, ValueError, KeyError, TypeError) as error:
-            if site is not None:
-                self._log(f"the connection of site '{site.name}' has ended: {type(error).__name__}: {error}")
+            if site is not None and self.meeting.sites.get(site.name) is site:  # else its end has been told
+                cause = "it was closed" if isinstance(error, EOFError) else f"{type(error).__name__}: {error}"
+                self._log(f"the connection of site '{site.name}' has ended: {cause}")
         finally:
             self._strangers.pop(sock, None)
             if site is not None:

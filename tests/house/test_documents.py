@@ -60,6 +60,7 @@ ELSEWHERE = {  # by how a command begins: what runs it, or why nothing does
     "ds_hybridep meet": "tests/sites/test_training.py",
     "deepspeed train.py --deepspeed_config": "tests/sites/test_training.py, without the launcher",
     "sbatch job.sh": "tests/house/test_launchers.py",
+    "sbatch examples/sites/job.sh": "tests/house/test_launchers.py",
     "mpirun --host": "tests/house/test_launchers.py",
 }
 

@@ -4,6 +4,7 @@
 import importlib.util
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -14,8 +15,10 @@ from pathlib import Path
 
 import pytest
 from scripts import SCRIPT, blocks_of, free_port, run_together
+from site_jobs import Meeting, secret_file
 
 SUPPORT = Path(__file__).resolve().parents[1] / "support"
+EXAMPLE = SUPPORT.parents[1] / "examples" / "sites"
 LIMIT_S = 500  # a run is 10 s of work, and a busy machine takes its time
 CONFIG = {
     "train_micro_batch_size_per_gpu": 4,
@@ -200,3 +203,52 @@ def test_srun_on_two_nodes_trains_as_deepspeed_does(
     assert command == "sbatch job.sh"
     output_of_all(tmp_path, [f"sbatch --wait --output=output.txt {command.split()[1]}"], **slurm)
     assert losses_in((tmp_path / "output.txt").read_text()) == expected
+
+
+@needs_slurm
+def test_sites_are_slurm_jobs_that_may_be_cancelled_and_submitted_again(tmp_path: Path, slurm: dict[str, str]) -> None:
+    """docs/sites.md, Slurm; here each node is a cluster."""
+    environment = {**os.environ, **slurm, "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
+
+    def said_by(*command: str, **more: str) -> str:
+        run = subprocess.run(command, env={**environment, **more}, capture_output=True, text=True, timeout=LIMIT_S)
+        assert run.returncode == 0, run.stderr
+        return run.stdout.strip()
+
+    with Meeting(tmp_path) as meeting:
+
+        def submit(site: str, log: Path) -> str:
+            config = json.loads((EXAMPLE / f"site_{site}.json").read_text())
+            config["hybridep"] |= {"report_file": None, "timeout_s": 20}
+            config["hybridep"]["sites"] |= {
+                "meeting_point": f"{meeting.host}:{meeting.port}", "secret_file": str(secret_file(tmp_path))
+            }  # fmt: skip
+            (tmp_path / f"{site}.json").write_text(json.dumps(config))
+            where = [f"--chdir={EXAMPLE.parents[1]}", f"--nodelist={NODES['ab'.index(site)]}", f"--output={log}"]
+            return said_by(
+                "sbatch", "--parsable", "--ntasks-per-node=1", *where, str(EXAMPLE / "job.sh"), "--steps", "800",
+                HYBRIDEP_SITE=site, MASTER_PORT=str(free_port()), CONFIG=str(tmp_path / f"{site}.json"),
+            )  # fmt: skip
+
+        def step_in(log: Path) -> int:
+            steps = re.findall(r"^step (\d+) ", log.read_text() if log.exists() else "", re.MULTILINE)
+            return int(steps[-1]) if steps else 0
+
+        def wait_for(condition: Callable[[], bool]) -> None:
+            end = time.monotonic() + LIMIT_S
+            while not condition():
+                logs = {path.name: path.read_text()[-2000:] for path in tmp_path.glob("*.txt")}
+                assert time.monotonic() < end, logs
+                time.sleep(0.2)
+
+        logs = [tmp_path / f"{name}.txt" for name in ("a", "b", "b again")]
+        jobs = [submit("a", logs[0]), submit("b", logs[1])]
+        wait_for(lambda: step_in(logs[1]) >= 20)
+        said_by("scancel", jobs[1])
+        at = step_in(logs[0])
+        wait_for(lambda: step_in(logs[0]) >= at + 20)
+        submit("b", logs[2])
+        wait_for(lambda: not said_by("squeue", "--noheader"))
+    assert step_in(logs[1]) < 800
+    assert [step_in(logs[0]), step_in(logs[2])] == [800, 800]
+    assert "joined at step" in logs[2].read_text()

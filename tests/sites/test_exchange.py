@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Packets that depart before the exchange, between sites of one rank in threads."""
 
+import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -91,6 +92,31 @@ def test_packets_that_departed_and_changed_since_do_not_count(sites: Sites) -> N
         for got in sites.together(lambda one, number=number: step(one, number)):
             assert all(map(torch.equal, got, whole(number)))
     assert sites.counters["a"]["b"].sent_bytes == sites.counters["b"]["a"].received_bytes
+
+
+def test_a_site_that_announces_its_own_loopback_address_is_told_what_to_set() -> None:
+    with socket.socket() as silent:  # nobody listens there
+        silent.bind(("127.0.0.1", 0))
+        b = SiteConnections(
+            ["a", "b"], "b", 0, b"a secret of sixteen", host="127.0.0.1", timeout_s=1.0, counters={"a": Counters()}
+        )
+        b.open(1, ["a", "b"], [], {"a": silent.getsockname(), "b": b.address})
+        assert "site 'a' announces 127.0.0.1, its own machine: set its sites.host" in b.missed["a"]
+        b.close()
+
+
+def test_packets_of_another_size_are_named(sites: Sites) -> None:
+    def step(one_site: SiteConnections) -> str:
+        ours = packets_of(NAMES.index(one_site._site), 0)
+        if one_site._site == "c":
+            ours[1] = ours[1][:-1]
+        with pytest.raises(CommunicationError):
+            one_site.swap(ours, header_of(0))
+        return one_site.missed.get("c", "")
+
+    a, b, _ = sites.together(step)
+    assert a == b
+    assert f"packets of {[SIZES[0], SIZES[1] - 1, SIZES[2]]} bytes came instead of {list(SIZES)}" in a
 
 
 def test_who_vanishes_after_some_packets_have_departed_is_missed_by_all(sites: Sites) -> None:

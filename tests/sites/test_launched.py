@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from site_jobs import Job, Launched, Meeting, block, end_together
+from site_jobs import ForkedJob, Job, Launched, Meeting, block, end_together
 
 from ds_hybridep.errors import LabError
 from ds_hybridep.lab.namespaces import run_tool
@@ -92,6 +92,34 @@ def test_two_jobs_behind_a_firewall_train_as_one_over_all_ranks(tmp_path: Path) 
     for got, wanted in zip(sites, one, strict=True):
         assert got["losses"] == pytest.approx(wanted["losses"], abs=2e-6), "fp32, up to the order of sums"
     assert [one["weights"] for one in sites[:2]] == [one["weights"] for one in sites[2:]]
+
+
+@pytest.mark.skipif((why_not := why_no_firewall()) is not None, reason=f"a firewall between hosts: {why_not}")
+def test_two_ports_for_each_rank_are_enough_however_often_sites_come_and_go(tmp_path: Path) -> None:
+    options = {"until": str(tmp_path / "until"), "steps": 10**6, "pause_s": 0.02, "ep_size": 1}
+    with firewalled("29600-29601, 29500") as network:
+        point = Meeting(tmp_path, network.topology.address_of(2), network.command_on(2, []), 29500)
+        with point as meeting:
+            options["block"] = block(meeting, tmp_path, timeout_s=TIMEOUT_S, link={"ports": [29600, 29601]})
+
+            def start(name: str, site: str) -> Job:
+                before = network.command_on("ab".index(site), [])
+                return ForkedJob(tmp_path, name, 1, before, site=site, first_rank="ab".index(site), **options)
+
+            a, b = start("a", "a"), start("b", "b")
+            try:
+                for number in range(2):
+                    b.wait_for_step(3 if number == 0 else a.step())
+                    b.kill()
+                    at = a.step()
+                    b = start(f"b{number}", "b")
+                    b.wait_for_step(at + 3)
+                records = end_together(tmp_path, [a, b])
+            finally:
+                a.kill()
+                b.kill()
+        assert dropped(network) == [0, 0, 0]
+    assert records[0][0]["weights"] == records[1][0]["weights"]
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["SIGINT", "SIGTERM"])

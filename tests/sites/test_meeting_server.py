@@ -47,7 +47,7 @@ def member(
 
 
 def called(one: Member, step: int, run: str = "") -> Member:
-    one.call(run=run, step=step, complete=False, is_whole=True, missed=[], addresses=[["h", 1]])
+    one.call(run=run, step=step, complete=False, is_whole=True, missed={}, addresses=[["h", 1]])
     return one
 
 
