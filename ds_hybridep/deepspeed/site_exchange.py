@@ -9,10 +9,9 @@ joiner.  A joiner takes the others' steps (`site_join.py`) until it is a member;
 """
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from enum import Enum
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -42,10 +41,6 @@ class QuorumOutcome(Enum):
     GO_ON = "exchange it, perhaps again, with the members of the new epoch"
     COMMIT = "apply it: another site has"
     JOINED = "it counts nothing: this site has taken steps of the others, and is at theirs"
-
-
-def _swap(packets: Sequence[Tensor], header: Header, others: SiteConnections) -> dict[str, Packet]:
-    return others.swap(packets, header)
 
 
 def _nothing() -> None:
@@ -158,7 +153,7 @@ class SiteExchange:
                 return slices, _nothing
             header = Header(self.state.step, loss_scale(), weight, self.state.rates, self._sketch())
             packets = self._encode(slices, header.loss_scale)
-            received, is_agreed = epochs.exchange(partial(_swap, packets, header))
+            received, is_agreed = epochs.exchange(packets, header)
             if not is_agreed:
                 self._num_repeated += 1
                 epochs.needs_quorum = True

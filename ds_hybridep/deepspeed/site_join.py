@@ -122,10 +122,6 @@ class Lead:
                 del self._handovers[name]
 
 
-def _observe(sizes: Sequence[int], others: SiteConnections) -> dict[str, Packet]:
-    return others.observe(sizes)
-
-
 class Join:
     """One site's way from a joiner to a member.
 
@@ -148,8 +144,7 @@ class Join:
         epochs = self._epochs
         is_whole = False
         while True:
-            sizes = self._sizes()
-            received, is_agreed = epochs.exchange(partial(_observe, sizes))
+            received, is_agreed = epochs.observe(self._sizes())
             if is_agreed:
                 self._take(received)
                 self._take_fragment()

@@ -49,7 +49,8 @@ def _take_step(attachment: Attachment, original: Callable[..., None], *args: Any
     _refuse_other_forwards(attachment)
     engine, runtime, planner = attachment.engine, attachment.runtime, attachment.planner
     dense, sites = attachment.dense, attachment.sites
-    # 1. The gradients of this step become final: they have returned to owners, and are averaged over sites.
+    # 1. The gradients of this step become final: they have returned to owners, and without local steps
+    #    they are averaged over sites.
     runtime.before_step()
     try:
         chosen = planner.before_step(runtime) if planner is not None else None

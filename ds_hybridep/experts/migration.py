@@ -16,6 +16,7 @@ Forward and step communicate from the main thread, the backward from autograd's;
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from enum import Enum
 from functools import partial
 from typing import Any
 
@@ -26,7 +27,6 @@ from torch.autograd import Function
 from ds_hybridep.errors import NO_SECOND_DERIVATIVES, GradientNotReturnedError, UnsupportedError, VerificationError
 from ds_hybridep.experts.partitioned import take_away
 from ds_hybridep.experts.replicas import Replicas, make_shipment
-from ds_hybridep.experts.states import Gradients, Weights
 from ds_hybridep.sync.backward import refuse_partial
 from ds_hybridep.sync.transfers import Gather, Reduce, StagedTransfer, StagePipeline
 from ds_hybridep.transport.channels import Purpose, Transport, profiler_range
@@ -42,6 +42,23 @@ def outliving_inference() -> Iterator[None]:
 def is_in_backward() -> bool:
     """True inside a running backward: a forward that runs there is a recomputation."""
     return torch._C._current_graph_task_id() != -1
+
+
+class Weights(Enum):
+    """What a layer's replicas hold."""
+
+    STALE = "not what the owners have"
+    SHIPPING = "the owners' weights, which are on their way"
+    FRESH = "the owners' weights"
+    RELEASED = "nothing: another plan has taken over"
+
+
+class Gradients(Enum):
+    """Where gradients of a layer's replicas are."""
+
+    EMPTY = "there are none"
+    ACCUMULATING = "in the sums of this rank"
+    RETURNING = "on their way to the owners"
 
 
 @dataclass

@@ -5,9 +5,11 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from torch import Tensor
+
 from ds_hybridep.errors import CommunicationError, SiteError
 from ds_hybridep.runtime.log import log_dist
-from ds_hybridep.sites.exchange import Counters, Packet, SiteConnections
+from ds_hybridep.sites.exchange import Counters, Header, Packet, SiteConnections
 from ds_hybridep.sites.member import Member
 from ds_hybridep.sites.patience import Patience
 from ds_hybridep.transport.inside import Inside
@@ -101,16 +103,23 @@ class Epochs:
 
     # -- an exchange ------------------------------------------------------------------------------------------------
 
-    def exchange(self, send: Callable[[SiteConnections], dict[str, Packet]]) -> tuple[dict[str, Packet], bool]:
-        """Return what all members have sent, and whether all members have everything, so that the step counts.
+    def exchange(self, packets: Sequence[Tensor], header: Header) -> tuple[dict[str, Packet], bool]:
+        """Send the packets of this rank, as a member.
 
-        send: exchanges the packets of this rank; CommunicationError if some do not come.
+        Return what all members have sent, and whether all members have everything, so that the step counts.
         """
+        return self._agreed(lambda connections: connections.swap(packets, header))
+
+    def observe(self, sizes: Sequence[int]) -> tuple[dict[str, Packet], bool]:
+        """As `exchange`, for a joiner, which sends nothing.  sizes: bytes of each packet of a member."""
+        return self._agreed(lambda connections: connections.observe(sizes))
+
+    def _agreed(self, receive: Callable[[SiteConnections], dict[str, Packet]]) -> tuple[dict[str, Packet], bool]:
         connections = self.connections
         assert connections is not None
         received: dict[str, Packet] = {}
         try:
-            received, is_complete = send(connections), True
+            received, is_complete = receive(connections), True
         except CommunicationError:
             is_complete = False
         self.is_complete = self.inside.all(is_complete)

@@ -18,9 +18,8 @@ from ds_hybridep.codecs import Codec
 from ds_hybridep.geometry.packets import MOST_LEAVES
 from ds_hybridep.geometry.slots import Span
 from ds_hybridep.sync.error_feedback import ErrorFeedback
-from ds_hybridep.sync.flat import parts_of, split
 from ds_hybridep.sync.home import Home
-from ds_hybridep.sync.messages import MessageLayout
+from ds_hybridep.sync.messages import MessageLayout, packet_parts, split
 from ds_hybridep.sync.transaction import Transaction
 
 
@@ -122,7 +121,7 @@ class Packets:
             return None
         key = one.spans, one.is_expert
         if key not in self._layouts:
-            self._layouts[key] = MessageLayout(codec, parts_of(one.spans, self._dtype))
+            self._layouts[key] = MessageLayout(codec, packet_parts(one.spans, self._dtype))
         return self._layouts[key]
 
     def encode(self, one: OwnedSlice, scale: float = 1.0) -> Tensor:
@@ -142,11 +141,4 @@ class Packets:
             values = packet.clone().view(one.tensors[0].dtype)  # a view of bytes needs its own, aligned memory
             total.add_(values, alpha=weight)  # as they are: times the loss scale
             return
-        for part, encoded, values in zip(
-            layout.parts, layout.packets(packet), split(total, layout.parts), strict=True
-        ):
-            matrices = values.view(part.num_experts, part.rows, part.cols)
-            if scale * weight == 1.0:
-                layout.codec.decode_add(encoded, matrices)
-            else:
-                matrices.add_(layout.codec.decode(encoded, torch.empty_like(matrices)), alpha=scale * weight)
+        layout.add(packet, split(total, layout.parts), scale * weight)

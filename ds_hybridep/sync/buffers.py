@@ -11,9 +11,8 @@ from ds_hybridep.codecs import Codec, PacketOrder, PatchCodec
 from ds_hybridep.geometry.slots import Span
 from ds_hybridep.sync.counters import CodecSums
 from ds_hybridep.sync.error_feedback import ErrorFeedback
-from ds_hybridep.sync.flat import parts_of, split
 from ds_hybridep.sync.home import Home
-from ds_hybridep.sync.messages import NARROW, MessageLayout, PacketPart, load_states
+from ds_hybridep.sync.messages import NARROW, MessageLayout, PacketPart, load_states, packet_parts, split
 from ds_hybridep.sync.mirrors import HeldSlot, Mirror, PatchReplica, PatchSender, Replica
 from ds_hybridep.sync.slot_codecs import SlotCodecs
 from ds_hybridep.sync.stages import SlotKey
@@ -81,7 +80,7 @@ class ParameterCodecs(SlotCodecs):
         nothing: ErrorFeedback,
         counters: CodecSums,
     ) -> None:
-        super().__init__({slot: parts_of(held) for slot, held in enumerate(spans)}, nothing, counters, "weight")
+        super().__init__({slot: packet_parts(held) for slot, held in enumerate(spans)}, nothing, counters, "weight")
         used = {level: codec for level, codec in codecs.items() if codec is not None}
         is_narrow = dtype in NARROW
         self._patch = PatchCodec(kernels=next(iter(used.values())).kernels) if is_narrow else None

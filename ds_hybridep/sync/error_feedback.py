@@ -232,20 +232,14 @@ class GradientReceiver:
 
         Raises PacketError, and changes nothing, if it is not the sender's next message.
         """
-        packets = layout.packets(message)
         spans = [span for part in layout.parts for span in part.spans]
         orders = [self._next.setdefault(span, PacketOrder()) for span in spans]
-        orders[0].check(packets[0])
+        orders[0].check(layout.packets(message)[0])
         self._transaction.join(self)
         for span, order in zip(spans, orders, strict=True):
             self._before.setdefault(span, order.expected)
             order.advance()
-        for part, packet, total in zip(layout.parts, packets, sums, strict=True):
-            matrices = total.view(part.num_experts, part.rows, part.cols)
-            if scale == 1.0:
-                layout.codec.decode_add(packet, matrices)
-            else:
-                matrices.add_(layout.codec.decode(packet, torch.empty_like(matrices)), alpha=scale)
+        layout.add(message, sums, scale)
 
     def commit(self) -> None:
         self._before.clear()

@@ -27,9 +27,8 @@ from ds_hybridep.errors import VerificationError
 from ds_hybridep.geometry.partition import Partition
 from ds_hybridep.geometry.slots import Span, cut, even_bounds, whole
 from ds_hybridep.sync.buffers import HeldSum, ParameterCodecs
-from ds_hybridep.sync.flat import split
 from ds_hybridep.sync.memory import BufferCodecs, CodecMemory
-from ds_hybridep.sync.messages import NARROW, PacketPart
+from ds_hybridep.sync.messages import NARROW, PacketPart, split
 from ds_hybridep.sync.mirrors import HeldSlot
 from ds_hybridep.sync.slot_codecs import Encoding, SlotCodecs
 from ds_hybridep.sync.stages import GatherStage, SlotKey, connect, gather_stages

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the codecs of one data-parallel group keep, in use and in checkpoints."""
 
+import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import astuple, replace
 from typing import Any, NamedTuple
@@ -12,9 +13,8 @@ from ds_hybridep.geometry.slots import Span, cut, even_bounds
 from ds_hybridep.sync.buffers import ParameterCodecs
 from ds_hybridep.sync.counters import CodecSums
 from ds_hybridep.sync.error_feedback import ErrorFeedback
-from ds_hybridep.sync.flat import hash_of, parts_of
 from ds_hybridep.sync.home import Home
-from ds_hybridep.sync.messages import PacketPart
+from ds_hybridep.sync.messages import PacketPart, packet_parts
 from ds_hybridep.sync.slot_codecs import Encoding, SlotCodecs
 from ds_hybridep.sync.stages import SlotKey
 from ds_hybridep.sync.transaction import Transaction
@@ -99,7 +99,7 @@ class CodecMemory:
         found = self._buffers.pop(key, None)
         if found is None:
             parts: dict[SlotKey, tuple[PacketPart, ...]] = {
-                slot: parts_of(held, like.dtype) for slot, held in enumerate(spans)
+                slot: packet_parts(held, like.dtype) for slot, held in enumerate(spans)
             }
             found = BufferCodecs(
                 to_owners=SlotCodecs(parts, self.sums, self.counters),
@@ -174,3 +174,8 @@ class CodecMemory:
         for name, shape, *run, parts in saved["slices"]:
             found = [(slot, Span(name, tuple(shape), start, num_elements)) for slot, start, num_elements in parts]
             self._slices[Span(name, tuple(shape), *run)] = found
+
+
+def hash_of(slots: Sequence[Sequence[Span]]) -> str:
+    """Return a hash that is the same for the same spans in every process."""
+    return hashlib.sha1(repr([tuple(slot) for slot in slots]).encode(), usedforsecurity=False).hexdigest()[:16]

@@ -7,7 +7,7 @@ A message holds one packet for each part of a slot, and e packets for a part of 
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ds_hybridep.codecs import Codec, CodecState
 from ds_hybridep.geometry.packets import ALIGNMENT_BYTES
-from ds_hybridep.geometry.slots import Span
+from ds_hybridep.geometry.slots import Span, shapes_of
 
 BLOCK_ELEMENTS = 2**20  # converted at a time, because a copy of all may be too large
 
@@ -91,6 +91,15 @@ class MessageLayout:
             for num_experts, num_bytes, start in self._places[1]
         ]
 
+    def add(self, message: Tensor, sums: Sequence[Tensor], factor: float = 1.0) -> None:
+        """Decode a message, and add what it holds, times `factor`, to `sums` ([e, *shape] fp32 for each part)."""
+        for part, packet, total in zip(self.parts, self.packets(message), sums, strict=True):
+            matrices = total.view(part.num_experts, part.rows, part.cols)
+            if factor == 1.0:
+                self.codec.decode_add(packet, matrices)
+            else:
+                matrices.add_(self.codec.decode(packet, torch.empty_like(matrices)), alpha=factor)
+
     @cached_property
     def _places(self) -> tuple[int, list[tuple[int, int, int]]]:
         """A message's length, and for each part (packets, bytes of one packet, aligned start)."""
@@ -100,6 +109,30 @@ class MessageLayout:
             places.append((part.num_experts, num_bytes, start))
             start += math.ceil(part.num_experts * num_bytes / ALIGNMENT_BYTES) * ALIGNMENT_BYTES
         return start, places
+
+
+def packet_parts(spans: Iterable[Span], dtype: torch.dtype = torch.float32) -> tuple[PacketPart, ...]:
+    """Return the parts of a slot's message, in the order of its elements; neighbouring vectors form one part."""
+    parts: list[PacketPart] = []
+    for span in spans:
+        start = span.start
+        for shape in shapes_of(span.shape, span.start, span.num_elements):
+            num_elements = math.prod(shape)
+            spans_of: tuple[Span, ...] = (Span(span.name, span.shape, start, num_elements),)
+            start += num_elements
+            if len(shape) == 1 and parts and len(parts[-1].shape) == 1:
+                before = parts.pop()
+                shape, spans_of = (before.shape.numel() + num_elements,), before.spans + spans_of
+            num_experts, *matrix = shape if len(shape) == 3 else (1, *shape)
+            parts.append(PacketPart(torch.Size(matrix), num_experts, spans_of, dtype))
+    return tuple(parts)
+
+
+def split(flat: Tensor, parts: Sequence[PacketPart]) -> list[Tensor]:
+    """Return views [e, *shape] of a flat slot, one for each part."""
+    sizes = [part.num_experts * part.rows * part.cols for part in parts]
+    pieces = zip(flat.split(sizes) if parts else (), parts, strict=True)
+    return [piece.view(part.num_experts, *part.shape) for piece, part in pieces]
 
 
 def squared_norm(values: Tensor) -> float:

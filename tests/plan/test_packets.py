@@ -14,8 +14,7 @@ from ds_hybridep.errors import PlanError
 from ds_hybridep.geometry.packets import packets_of
 from ds_hybridep.geometry.slots import cut, even_bounds, parts_of, shares_of, whole
 from ds_hybridep.plan.codec_costs import PATCH_RATIOS, codec_cost, patch_cost, patch_ratio
-from ds_hybridep.sync import flat
-from ds_hybridep.sync.messages import MessageLayout
+from ds_hybridep.sync.messages import MessageLayout, packet_parts
 
 shapes = st.lists(
     st.one_of(
@@ -43,7 +42,7 @@ def test_parts_and_bytes_of_messages_are_those_of_flat_buffers(tensors, num_slot
     bounds = sorted(data.draw(st.lists(st.integers(0, total), min_size=num_slots - 1, max_size=num_slots - 1)))
     config = settings_of(spec)
     for slot in (*cut(spans, [*bounds, total]), *cut(spans, even_bounds(spans, num_slots))):
-        parts = flat.parts_of(slot)
+        parts = packet_parts(slot)
         assert parts_of(slot) == tuple((part.num_experts, part.rows, part.cols) for part in parts)
         num_bytes = packets_of(config.model_dump()).message_bytes(parts_of(slot))
         assert num_bytes == MessageLayout(make_codec(config), parts).num_bytes

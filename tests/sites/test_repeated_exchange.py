@@ -44,14 +44,11 @@ class Connections:
         self.needs_quorum = False
         return {"op": "epoch", "members": self.members, "joiners": [], "calls": {}}
 
-    def exchange(self, send: Callable[[Any], dict[str, Packet]]) -> tuple[dict[str, Packet], bool]:
-        (ours,) = send(self).values()
+    def exchange(self, packets: list[torch.Tensor], header: Header) -> tuple[dict[str, Packet], bool]:
+        ours = Packet(header, torch.cat(packets))
         self.sent = ours.data
         is_agreed, self.fails = not self.fails, False
         return {"a": ours, "b": Packet(self._theirs(ours.header), ours.data.clone())}, is_agreed
-
-    def swap(self, packets: list[torch.Tensor], header: Header) -> dict[str, Packet]:
-        return {"a": Packet(header, torch.cat(packets))}
 
     def committed(self, step: int) -> None:
         pass

@@ -14,9 +14,8 @@ from ds_hybridep.config_codecs import recommended_codecs
 from ds_hybridep.errors import PacketError
 from ds_hybridep.geometry.slots import Span, whole
 from ds_hybridep.sync.error_feedback import ErrorFeedback, residual_of
-from ds_hybridep.sync.flat import parts_of
 from ds_hybridep.sync.home import Home
-from ds_hybridep.sync.messages import MessageLayout, PacketPart
+from ds_hybridep.sync.messages import MessageLayout, PacketPart, packet_parts
 from ds_hybridep.sync.slot_codecs import SlotCodecs
 from ds_hybridep.sync.transaction import Transaction
 from ds_hybridep.sync.undelivered import GradientTarget, Undelivered, UndeliveredGradients, collect, kept_back_in
@@ -148,7 +147,7 @@ def test_layers_that_are_skipped_at_times_lose_nothing_and_need_no_more_memory(c
     for step in range(64):
         spans = [span for at, span in enumerate(SPANS) if step % 16 >> at & 1]
         flat = [torch.randn(span.num_elements, generator=generator) for span in spans]
-        sender.parts = parts_of(spans, dtype)
+        sender.parts = packet_parts(spans, dtype)
         pieces = torch.cat([*flat, torch.zeros(0)])
         views = pieces.split([part.fp32_bytes // 4 for part in sender.parts]) if spans else ()
         gradients = [view.view(part.num_experts, *part.shape) for view, part in zip(views, sender.parts, strict=True)]

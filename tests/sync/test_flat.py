@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ds_hybridep.geometry.slots import MIN_MATRIX, Span, cut, even_bounds, whole
-from ds_hybridep.sync.flat import hash_of, parts_of, split
+from ds_hybridep.sync.memory import hash_of
+from ds_hybridep.sync.messages import packet_parts, split
 
 SHAPES = st.one_of(
     st.tuples(st.integers(0, 200)),
@@ -58,7 +59,7 @@ def test_parts_cover_a_slot_with_whole_rows(spans: list[Span], data: st.DataObje
     total = sum(span.num_elements for span in spans)
     bounds = [*sorted(data.draw(st.lists(st.integers(0, total), max_size=3))), total]
     for slot in cut(spans, bounds):
-        parts = parts_of(slot)
+        parts = packet_parts(slot)
         size = sum(span.num_elements for span in slot)
         flat = torch.arange(size)
         views = split(flat, parts)
