@@ -76,7 +76,7 @@ class LowRankConfig(CodecConfig):
     type: Literal["low_rank"]
     ratio: Annotated[float | None, Field(gt=1, le=1e6)] = None  # becomes DEFAULT_RATIO if no rank is given
     rank: Annotated[int | None, Field(ge=1, le=LARGEST_RANK)] = None
-    factors: Literal["int4", "log4"] = "int4"
+    factors: Literal["int4", "log4", "integer"] = "int4"
     weighting: Literal["none", "rms"] = "none"
     rest: Annotated[BlockwiseConfig | None, BeforeValidator(_named)] = None
 

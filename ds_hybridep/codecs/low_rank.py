@@ -32,6 +32,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from ds_hybridep.codecs import integer_factors
 from ds_hybridep.codecs.blockwise import (
     Blockwise,
     divisor,
@@ -96,6 +97,10 @@ class LowRank(Codec):
     def rest(self) -> Blockwise | None:
         return None if self.config.rest is None else Blockwise(config=self.config.rest, kernels=self.kernels)
 
+    @property
+    def _has_integers(self) -> bool:
+        return self.config.factors == "integer"
+
     def resolve(self, rows: int, cols: int) -> Codec:
         if self.sizes.is_left_to_fallback(rows, cols):
             return Blockwise(config=FALLBACK_CONFIG, kernels=self.kernels)
@@ -135,7 +140,7 @@ class LowRank(Codec):
         sizes: Tensor | None,
     ) -> Tensor | None:
         kernels = self.compiled(a.device)
-        if kernels is None or self.rest is not None:
+        if kernels is None or self.rest is not None or self._has_integers:
             return None
         q = state.tensors["q"]
         wanted = (len(a), self.effective_rank(a.shape[1], a.shape[2]), a.shape[2])
@@ -177,17 +182,30 @@ class LowRank(Codec):
 
     def _encode_by_definition(self, x: Tensor, state: CodecState, payload: Tensor, sizes: Tensor | None) -> Tensor:
         n, rows, cols = x.shape
-        p_payload, q_payload = self._split(payload, rows, cols)
-        payload[:, p_payload[0].numel() + q_payload[0].numel() :] = 0
         q = state.tensors["q"]
         start = self._fresh_start(state.step, q)
         q = q if start is None else start.repeat(n, 1, 1)
         row_weight, col_weight = self._weights(x if sizes is None else sizes, state)
         x = x / col_weight / row_weight.transpose(1, 2)
+        if self._has_integers:  # squares of products must stay within fp32; a power of two changes no bits
+            largest = x.abs().amax(dim=(1, 2), keepdim=True)
+            unit = torch.where(largest > 0, largest, 1.0).log2().floor().exp2()
+            x, row_weight = x / unit, row_weight * unit
 
-        # 1. P, as the decoder will see it.
         for _ in range(ITERATIONS - 1):
             q = _times_rows(x, orthonormal(_times_columns(x, q)))
+        if self._has_integers:
+            p = orthonormal(_times_columns(x, q))
+            q = integer_factors.write(p, _times_rows(x, p), x, row_weight, col_weight, payload)
+            state.tensors["q"].copy_(q)
+            is_overflow = integer_factors.is_too_large(payload, p.shape[1], rows, cols)
+            is_overflow |= ~q.isfinite().flatten(1).all(dim=1)
+            payload.masked_fill_(is_overflow[:, None], 0)  # what it leaves to `rest` must be finite
+            return is_overflow
+
+        # 1. P, as the decoder will see it.
+        p_payload, q_payload = self._split(payload, rows, cols)
+        payload[:, p_payload[0].numel() + q_payload[0].numel() :] = 0
         self._write(orthonormal(_times_columns(x, q)) * row_weight, p_payload)
         p = self._read(p_payload, rows) / row_weight
 
@@ -218,9 +236,12 @@ class LowRank(Codec):
             self.factors_alone.decode_payload(payload[:, :end], out, is_add=is_add)
             self.rest.decode_payload(payload[:, end:], out, is_add=True)
             return
+        rank = self.effective_rank(out.shape[1], out.shape[2])
+        if self._has_integers:
+            assign_or_add(out, integer_factors.read(payload, rank, out.shape[1], out.shape[2]), is_add=is_add)
+            return
         kernels = self.compiled(out.device)
         if kernels is not None:
-            rank = self.effective_rank(out.shape[1], out.shape[2])
             kernels.low_rank_decode(payload, out, rank=rank, factor=FACTOR_CODES[self.config.factors], is_add=is_add)
             return
         p_payload, q_payload = self._split(payload, out.shape[1], out.shape[2])

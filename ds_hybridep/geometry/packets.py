@@ -64,15 +64,19 @@ class LowRankSizes(PacketSizes):
     ratio: float | None
     rank: int | None
     rest: PacketSizes | None
+    has_integers: bool = False  # each row and column of the matrix has a scale, of a byte
 
     def effective_rank(self, rows: int, cols: int) -> int:
         """Number of columns of each factor of a matrix."""
         rank = self.rank
         if rank is None:
             assert self.ratio is not None
-            most_bytes = int(rows * cols * FP32_BYTES / self.ratio) - HEADER_BYTES
-            column_bytes = factor_bytes(rows) + factor_bytes(cols)
-            rank = min(max(most_bytes // 4 * 4 // max(column_bytes, 1), 1), LARGEST_RANK)
+            most_bytes = (int(rows * cols * FP32_BYTES / self.ratio) - HEADER_BYTES) // 4 * 4
+            if self.has_integers:
+                most = 8 * (most_bytes - integer_scales_bytes(rows, cols)) // max(FACTOR_BITS * (rows + cols), 1)
+            else:
+                most = most_bytes // max(factor_bytes(rows) + factor_bytes(cols), 1)
+            rank = min(max(most, 1), LARGEST_RANK)
         return min(rank, rows, cols)
 
     def is_left_to_fallback(self, rows: int, cols: int) -> bool:
@@ -87,7 +91,10 @@ class LowRankSizes(PacketSizes):
 
     def factors_bytes(self, rows: int, cols: int) -> int:
         """Bytes of both factors, without the rest."""
-        return round_up(self.effective_rank(rows, cols) * (factor_bytes(rows) + factor_bytes(cols)))
+        rank = self.effective_rank(rows, cols)
+        if self.has_integers:
+            return round_up(-(-rank * (rows + cols) * FACTOR_BITS // 8) + integer_scales_bytes(rows, cols))
+        return round_up(rank * (factor_bytes(rows) + factor_bytes(cols)))
 
 
 @dataclass(frozen=True)
@@ -116,6 +123,7 @@ def packets_of(settings: Mapping[str, Any]) -> PacketSizes:
         ratio=settings["ratio"],
         rank=settings["rank"],
         rest=None if settings["rest"] is None else packets_of(settings["rest"]),
+        has_integers=settings["factors"] == "integer",
     )
 
 
@@ -127,6 +135,11 @@ def quantised_bytes(length: int, bits: int, block: int) -> int:
 def factor_bytes(length: int) -> int:
     """Bytes of one column of a factor."""
     return round_up(quantised_bytes(length, FACTOR_BITS, FACTOR_BLOCK), 2)
+
+
+def integer_scales_bytes(rows: int, cols: int) -> int:
+    """Bytes of the scales of factors that are integers."""
+    return 4 + rows + cols
 
 
 def round_up(num_bytes: int, multiple: int = 4) -> int:

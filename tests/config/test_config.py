@@ -224,7 +224,7 @@ def test_a_codec_keeps_its_options():
         ({"type": "low_rank", "rest": 3}, ".rest is 3, but must be an object"),
         ({"type": "low_rank", "ratio": 20, "rank": 4}, ".rank is 4, but ratio is 20; leave out one of them"),
         ({"type": "low_rank", "ratio": 1}, ".ratio is 1, but must be greater than 1"),
-        ({"type": "low_rank", "factors": "int9"}, ".factors is \"int9\", but must be 'int4' or 'log4'"),
+        ({"type": "low_rank", "factors": "int9"}, ".factors is \"int9\", but must be 'int4', 'log4' or 'integer'"),
         ({"type": "int8", "block": 100}, ".block is 100, but must be 8, 16"),
     ],
     ids=str,
