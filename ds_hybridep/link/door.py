@@ -11,8 +11,8 @@ from selectors import EVENT_READ, EVENT_WRITE, BaseSelector
 from typing import Any
 
 from ds_hybridep.link.options import Resolved
-from ds_hybridep.link.peer import Peer, State
-from ds_hybridep.link.trust import EARLY, JOB, RESTARTED, SAME_TLS, WELCOME, Claims, Refused, Steps
+from ds_hybridep.link.peer import BLOCKED, Peer, State
+from ds_hybridep.link.trust import EARLY, JOB, LARGE, RESTARTED, SAME_TLS, WELCOME, Claims, Refused, Steps
 from ds_hybridep.link.trust import accept as accept_steps
 from ds_hybridep.link.trust import dial as dial_steps
 
@@ -72,7 +72,8 @@ class Attempt:
             is_refused = isinstance(error, ConnectionRefusedError)
             self.peer.note_trouble(self._index, f"dialling it: {error}", is_refused=is_refused)
             if isinstance(error, Refused) and error.args != (EARLY,):
-                self.peer.end(f"it refused the connection: {error}")
+                kind = BLOCKED if error.args == (LARGE,) else State.GONE.value
+                self.peer.end(f"{self.peer.who} has refused the connection: {error}", kind)
 
     def _go(self) -> Claims | None:
         if self._is_connecting and self.peer is not None:
@@ -183,7 +184,7 @@ class Door:
         if peer.has_left and peer.instance != theirs.instance:
             return EARLY, ours  # it has a new link; this rank will connect with it again
         if not self.is_same(peer, theirs):
-            return RESTARTED, ours
+            return LARGE if peer.is_blocked else RESTARTED, ours
         peer.lanes[theirs.lane].drop("the other side has dialled again")
         return WELCOME, ours._replace(received=peer.lanes[theirs.lane].received)
 

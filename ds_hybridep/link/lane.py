@@ -197,8 +197,9 @@ class Lane:
         if self._base_bytes is None:
             self._base_bytes, self._furthest_bytes = info.acknowledged_bytes, 0
         this_far = info.acknowledged_bytes - self._base_bytes
-        # Without segments under way, it is the peer that takes nothing: its process is busy, or waits for nothing.
-        if this_far > self._furthest_bytes or not info.segments_under_way:
+        # Without segments under way, or without room, it is the peer that takes nothing: its process may be busy.
+        is_waiting = self.kept and info.segments_under_way and info.takes_more
+        if this_far > self._furthest_bytes or not is_waiting:
             self._furthest_bytes = max(this_far, self._furthest_bytes)
             self.stalled_s = 0.0
         else:

@@ -47,6 +47,7 @@ class TCPInfo(NamedTuple):
     retransmissions: int = 0  # segments that were sent again
     segment_bytes: int = 0  # largest segment that is sent
     segments_under_way: int = 0  # sent and not acknowledged
+    takes_more: bool = True  # False: the other system's memory for this connection is full
     acknowledged_bytes: int = 0
 
 
@@ -54,12 +55,15 @@ def tcp_info(sock: socket.socket | None) -> TCPInfo:
     """Return what the system knows; nothing without a connection."""
     with contextlib.suppress(OSError):  # another thread may just have closed it
         if sock is not None:
-            info = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 128)
+            info = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 232)
             segment_bytes, under_way, round_trip_us, retransmissions = (
                 struct.unpack_from("=I", info, at)[0] for at in (16, 24, 68, 100)
             )
             acknowledged_bytes = struct.unpack_from("=Q", info, 120)[0] if len(info) >= 128 else 0
-            return TCPInfo(round_trip_us / 1e6, retransmissions, segment_bytes, under_way, acknowledged_bytes)
+            window_bytes = struct.unpack_from("=I", info, 228)[0] if len(info) >= 232 else 1  # from Linux 5.4 on
+            return TCPInfo(
+                round_trip_us / 1e6, retransmissions, segment_bytes, under_way, window_bytes > 0, acknowledged_bytes
+            )
     return TCPInfo()
 
 

@@ -89,7 +89,7 @@ class Peer:
         self.lanes = [*self._messages, lifeline]
         self.state, self.instance, self.last_trouble = State.SILENT, b"", "no connection was made"
         self.progress = 0  # `Link.progress` of the peer
-        self.has_left = False  # in good order
+        self.has_left = self.is_blocked = False  # in good order; because large packets do not arrive
         self.verdict = ""  # why this rank itself wants no more of it
         self._num_announced = self._num_facts = 0  # over this connection of lane 0; from the peer
         self._dial_at: dict[int, float] = defaultdict(float)  # by lane; never while an attempt is under way
@@ -218,7 +218,9 @@ class Peer:
         """Note how long each lane has been silent, but for times when C code keeps the peer's interpreter busy."""
         pause_s = now - self._ticked_at
         is_own = pause_s > SILENT_S / 2  # this process was stopped: the silence was its own
-        is_busy = self.lanes[-1].heard_at - max(lane.heard_at for lane in self._messages) > 1.5 * BEAT_S
+        lifeline = self.lanes[-1]
+        is_busy = lifeline.heard_at - max(lane.heard_at for lane in self._messages) > 1.5 * BEAT_S
+        is_busy = is_busy and now - lifeline.heard_at <= SILENT_S
         for lane in self.lanes:
             if lane.heard_at >= self._ticked_at:
                 lane.silent_s = 0.0
@@ -227,10 +229,11 @@ class Peer:
             elif not is_busy:
                 lane.silent_s += pause_s
         # A lane whose connection is broken, or whose peer is silent, is judged by the silence alone.
-        owing = [lane for lane in self._messages if lane.kept and lane.sock is not None]
-        if owing and not is_own and self.age_s() <= SILENT_S and any([lane.count_stall(pause_s) for lane in owing]):
-            for lane in owing:
-                lane.stalled_s = 0.0  # TCP only lets one connection wait for another
+        if not is_own and self.age_s() <= SILENT_S:
+            connected = [lane for lane in self._messages if lane.sock is not None]
+            if any([lane.count_stall(pause_s) for lane in connected]):
+                for lane in connected:
+                    lane.stalled_s = 0.0  # TCP only lets one connection wait for another
         self._ticked_at = now
 
     def age_s(self) -> float:
@@ -262,14 +265,17 @@ class Peer:
                 self.link.note(Fact(self.rank, state.value, "" if is_alive else self.last_trouble))
 
     def _end_blocked(self) -> None:
-        """Large packets do not arrive: tell the peer over a lane that passes small ones, and end."""
+        """Large packets do not arrive: tell the peer over a lane that is not stuck, and end.
+
+        Where all are stuck, it is told when it dials again.
+        """
         text = (
             f"large packets from rank {self.link.rank} to {self.who} have not arrived for {self.link.timeout_s:g} s, "
             f"though small ones do: is the MTU too large somewhere on the way?"
         )
         said = f"{BLOCKED}\0{text}".encode()
         for lane in self._messages:
-            if not lane.kept:
+            if lane.stalled_s < self.link.timeout_s / 2:
                 lane.tell(Frame(Kind.FACT, len(said), sequence=len(self.link.said) + 1), said)
                 lane.flush()
         self.end(text, BLOCKED)
@@ -277,7 +283,7 @@ class Peer:
     def end(self, cause: str, kind: str = State.GONE.value) -> None:
         """The peer is gone: close its connections and let all waits for it fail."""
         if self.state is not State.GONE:
-            self.state, self.has_left = State.GONE, kind == LEFT
+            self.state, self.has_left, self.is_blocked = State.GONE, kind == LEFT, kind == BLOCKED
             for lane in self.lanes:
                 lane.drop(cause)
                 lane.kept.clear()

@@ -49,13 +49,14 @@ class Claims(NamedTuple):
 
 
 # The accepting side's verdicts.
-WELCOME, SECRET, PROTOCOL, JOB, RESTARTED, EARLY = range(6)
+WELCOME, SECRET, PROTOCOL, JOB, RESTARTED, EARLY, LARGE = range(7)
 REASONS = {
     SECRET: "the two have different secrets; give all ranks of the job the same",
     PROTOCOL: "it does not speak this protocol; install the same version everywhere, and TLS on all ranks or on none",
     JOB: "the two differ in ranks, number of ranks or number of connections; is another job at this address?",
     RESTARTED: "one of the two was restarted, and what it had sent and received is lost",
     EARLY: "it does not expect this rank yet",
+    LARGE: "its large packets have not arrived, though small ones do: is the MTU too large somewhere on the way?",
 }
 
 

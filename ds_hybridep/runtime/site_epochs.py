@@ -170,8 +170,8 @@ class Epochs:
         if self._member is not None:
             causes = {name: cause for one in missed for name, cause in one.items()}
             for name, cause in causes.items():
-                text = f"did not get what site '{name}' sent in step {self._step()}: {cause}"
-                log_dist(f"hybridep: site '{self.site}' {text}", ranks=[0], level=30)
+                text = f"hybridep: site '{self.site}' has lost site '{name}' in step {self._step()}: {cause}"
+                log_dist(text, ranks=[0], level=30)
             self._member.call(
                 run=self.run, step=self._step(), complete=self.is_complete, is_whole=is_whole, addresses=addresses,
                 missed=causes, positions=positions,

@@ -140,7 +140,7 @@ class Fragment(NamedTuple):
         return cls(start, stop, num_positions, bytes(data[_HEAD.size : at]), payload)
 
 
-LEAST_BYTES = 2**12  # of a fragment; steps beside such a one are the measure
+LEAST_BYTES = 2**15  # of a fragment: one whose arrival the link notes; steps beside such a one are the measure
 NUM_PLAIN_STEPS = 3  # that are measured
 SLOWER = 1.2  # times as long may a step take beside a fragment
 JOIN_S = 3600.0  # the time in which a join should end, even if steps then take longer

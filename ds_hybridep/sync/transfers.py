@@ -334,7 +334,7 @@ class StagePipeline:
                 if not self._transport.wait_for_more_than(seen, notice_s):
                     logger.warning("%s", transfer.describe(f"has waited {notice_s:.0f} s for other ranks"))
                     if not self._transport.wait_for_more_than(seen, timeout_s - notice_s):
-                        raise CommunicationError(transfer.describe(f"passed the time limit of {timeout_s:g} s"))
+                        raise CommunicationError(transfer.describe(self._transport.passed_limit()))
 
     def drain(self) -> None:
         while self._under_way:

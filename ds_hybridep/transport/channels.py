@@ -120,9 +120,7 @@ class Transfer:
             return f"will not end: rank {gone[0][0]} has gone on to {gone[0][1]}"
         if self._ended.wait(max(0.0, transport.timeout_s - 2 * notice_s)):
             return None
-        return (
-            f"passed the time limit of {transport.timeout_s:g} s; raise hybridep.timeout_s if the link is merely slow"
-        )
+        return transport.passed_limit()
 
     def add(self, handle: Handle | None = None) -> None:
         """Let this transfer end only after a message of the link has gone or arrived, or after one more `end_part`."""
@@ -376,6 +374,11 @@ class Transport:
             for level, before in transfer.waits_before.items():
                 if waits[level] == before:
                     waits[level] = before + 1
+
+    def passed_limit(self) -> str:
+        """Return why a transfer is given up that nothing else has ended."""
+        hint = "raise hybridep.timeout_s if the link is merely slow"
+        return f"passed the time limit of {self.timeout_s:g} s; {hint}"
 
     def note_finished(self) -> None:
         with self._finished:

@@ -12,17 +12,18 @@ from large_packets import lose_large_packets
 
 from ds_hybridep.lab.network import EmulatedNetwork
 from ds_hybridep.lab.topology import LinkSpec, Topology
+from ds_hybridep.link import BULK, URGENT
 
 pytestmark = pytest.mark.dist
 SCRIPT = Path(__file__).parents[1] / "support" / "link_host.py"
 
 
-def run_pair(network, folder, sender, timeout_s, num_bytes, meanwhile=lambda: None):
+def run_pair(network, folder, sender, timeout_s, num_bytes, meanwhile=lambda: None, priorities=str(BULK)):
     """Return what both hosts print, once they are connected."""
     with ExitStack() as stack:
         hosts = []
         for rank in range(2):
-            place = [rank, sender, network.topology.address_of(rank), folder, timeout_s, num_bytes]
+            place = [rank, sender, network.topology.address_of(rank), folder, timeout_s, num_bytes, priorities]
             command = network.command_on(rank, [sys.executable, str(SCRIPT), *map(str, place)])
             hosts.append(stack.enter_context(subprocess.Popen(command, stdout=subprocess.PIPE, text=True)))
             stack.callback(hosts[-1].kill)
@@ -40,6 +41,23 @@ def test_both_sides_say_that_large_packets_are_lost(permitted, tmp_path, sender)
     for one in said:
         assert f"large packets from rank {sender} to rank {other} (10.77.{other}.1:" in one
         assert "is the MTU too large somewhere on the way?" in one
+
+
+def test_who_is_stuck_on_all_lanes_ends_and_so_does_the_other_side(permitted, tmp_path):
+    """Nothing can tell the other side but the refusal of its next connection."""
+    with EmulatedNetwork(Topology(2, 1), LinkSpec()) as network:
+        lose = partial(lose_large_packets, network, 1)
+        said = run_pair(network, tmp_path, 0, 8, 200_000, meanwhile=lose, priorities=f"{URGENT}{BULK}")
+    for one in said:
+        assert "is the MTU too large somewhere on the way?" in one
+
+
+def test_who_is_stuck_on_all_lanes_and_dials_no_more_is_lost_for_the_other_side(permitted, tmp_path):
+    with EmulatedNetwork(Topology(2, 1), LinkSpec()) as network:
+        lose = partial(lose_large_packets, network, 0)
+        said = run_pair(network, tmp_path, 1, 8, 200_000, meanwhile=lose, priorities=f"{URGENT}{BULK}")
+    assert "is the MTU too large somewhere on the way?" in said[1]
+    assert "failed" in said[0]
 
 
 def test_what_is_small_arrives_all_the_same(permitted, tmp_path):

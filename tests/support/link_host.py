@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One side of a link between two hosts: link_host.py RANK SENDER HOST FOLDER TIMEOUT_S BYTES...
+"""One side of a link between two hosts: link_host.py RANK SENDER HOST FOLDER TIMEOUT_S BYTES PRIORITIES
 
-Rank SENDER sends messages of so many bytes and the other rank receives them, once the file "go" is in the folder,
-where the ranks tell their addresses too.  Prints a line for each message that has arrived, or why one has not.
+Rank SENDER sends a message of so many bytes with each priority, and the other rank receives them, once the file "go"
+is in the folder, where the ranks tell their addresses too.  Prints what has arrived, or why it has not.
 """
 
 import json
@@ -33,18 +33,21 @@ def main() -> None:
     link.connect({other: tuple(json.loads(read_when_there(folder / str(other)))) for other in (0, 1)})
     print("connected", flush=True)
     read_when_there(folder / "go")
-    channel, began_s = link.channel("large and small", (0, 1)), time.monotonic()
-    for num_bytes in map(int, sys.argv[6:]):
+    num_bytes, began_s = int(sys.argv[6]), time.monotonic()
+    handles: list[Handle] = []
+    for priority in map(int, sys.argv[7]):
+        channel = link.channel(f"of priority {priority}", (0, 1), priority=priority)
         if rank == sender:
-            handle: Handle = channel.send(1 - rank, bytes(num_bytes))
+            handles.append(channel.send(1 - rank, bytes(num_bytes)))
         else:
-            handle = channel.receive(sender, max_bytes=num_bytes)
-        try:
+            handles.append(channel.receive(sender, max_bytes=num_bytes))
+    try:
+        for handle in handles:
             handle.wait(LIMIT_S)
-            print(f"arrived {num_bytes}", flush=True)
-        except CommunicationError as error:
-            print(f"after {time.monotonic() - began_s:.1f} s: {error}", flush=True)
-            break
+        print(f"arrived {num_bytes}", flush=True)
+    except CommunicationError as error:
+        print(f"after {time.monotonic() - began_s:.1f} s: {error}", flush=True)
+        time.sleep(3)  # the other side may dial meanwhile
     link.close()
 
 
