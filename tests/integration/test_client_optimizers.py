@@ -94,7 +94,19 @@ def test_a_resume_goes_on_with_the_scripts_schedule(pool4: ProcessPool, tmp_path
 MUON = {"type": "Muon", "params": {"lr": 1e-3, "muon_lr": 2e-3, "adam_lr": 1e-3, "weight_decay": 0.01}}
 
 
+def compare_without_compilation(case: Case, start: Start) -> dict[str, Any]:
+    """DeepSpeed compiles Muon's steps, for minutes on a CPU."""
+    with torch.compiler.set_stance("force_eager"):
+        return starts.compare(case=case, start=start)
+
+
 @pytest.mark.slow
-def test_muon_trains_as_without_expert_parallelism(pool4: ProcessPool) -> None:
+def test_muon_trains_as_without_expert_parallelism_but_for_matrices_that_autoep_divides(pool4: ProcessPool) -> None:
     case = case4("qwen3_moe", 2, 1, zero_stage=1)
-    assert_same(pool4.run(starts.compare, case=case, start=Start(config={"optimizer": MUON}), timeout_s=120.0))
+    results = pool4.run(compare_without_compilation, case=case, start=Start(config={"optimizer": MUON}))
+    for found in results:
+        # AutoEP has gate and up of an expert as two matrices, and Muon makes each of them orthogonal by itself.
+        for name in [name for name in found["distance"] if name.endswith((".w1", ".w3"))]:
+            assert 1e-3 < found["distance"].pop(name) < 1e-2
+    # Muon rounds to bf16: where gradients differ by 1e-7, plain DeepSpeed's weights differ by 2e-4 after three steps.
+    assert_same(results, tolerance=1e-3)

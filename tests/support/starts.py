@@ -143,11 +143,16 @@ def ratio(difference: Tensor, value: Tensor) -> float:
     return float(difference.norm() / value.norm().clamp(min=1e-12))
 
 
-def assert_same(results: Sequence[dict[str, Any]], *, frozen: Callable[[str], bool] = lambda name: False) -> None:
+def assert_same(
+    results: Sequence[dict[str, Any]],
+    *,
+    frozen: Callable[[str], bool] = lambda name: False,
+    tolerance: float = FP32_TOLERANCE,
+) -> None:
     """Losses and weights are as without expert parallelism, and all that is not frozen has moved."""
     for found in results:
         plain, ours = found["losses"]
-        assert max(abs(a - b) / abs(a) for a, b in zip(plain, ours, strict=True)) < FP32_TOLERANCE, (plain, ours)
-        far = {name: value for name, value in found["distance"].items() if not value < FP32_TOLERANCE}
+        assert max(abs(a - b) / abs(a) for a, b in zip(plain, ours, strict=True)) < tolerance, (plain, ours)
+        far = {name: value for name, value in found["distance"].items() if not value < tolerance}
         assert not far
         assert {name for name, value in found["moved"].items() if value == 0.0} == set(filter(frozen, found["moved"]))
