@@ -40,7 +40,9 @@ BASES_BYTES = 4
 SMALLEST_SIZE = 1e-3  # of the largest: what is smaller is not made larger when sizes are shared out
 
 
-def write(p: Tensor, q: Tensor, x: Tensor, row_weight: Tensor, col_weight: Tensor, payload: Tensor) -> Tensor:
+def write_integers(
+    p: Tensor, q: Tensor, x: Tensor, *, row_weight: Tensor, col_weight: Tensor, payload: Tensor
+) -> Tensor:
     """Write factors of x, and return the q [n, rank, cols] from which the next step starts.
 
     p, q: orthonormal rows [n, rank, rows], and p x [n, rank, cols].
@@ -71,7 +73,7 @@ def write(p: Tensor, q: Tensor, x: Tensor, row_weight: Tensor, col_weight: Tenso
     return q.contiguous()
 
 
-def read(payload: Tensor, rank: int, rows: int, cols: int) -> Tensor:
+def read_integers(payload: Tensor, rank: int, rows: int, cols: int) -> Tensor:
     """Return the value [n, rows, cols] fp32 of a payload."""
     num_codes = rank * (rows + cols)
     end = -(-num_codes // 2)
@@ -86,7 +88,7 @@ def read(payload: Tensor, rank: int, rows: int, cols: int) -> Tensor:
     return torch.bmm(p.transpose(1, 2), q) * row_scale[:, :, None] * col_scale[:, None, :]
 
 
-def is_too_large(payload: Tensor, rank: int, rows: int, cols: int) -> Tensor:
+def integers_overflow(payload: Tensor, rank: int, rows: int, cols: int) -> Tensor:
     """Return [n] bool: values might leave fp32."""
     end = -(-rank * (rows + cols) // 2)
     wide = payload[:, end : end + BASES_BYTES + rows + cols].int()

@@ -32,7 +32,6 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from ds_hybridep.codecs import integer_factors
 from ds_hybridep.codecs.blockwise import (
     Blockwise,
     divisor,
@@ -44,6 +43,7 @@ from ds_hybridep.codecs.blockwise import (
     write_codes,
     write_quantised,
 )
+from ds_hybridep.codecs.integer_factors import integers_overflow, read_integers, write_integers
 from ds_hybridep.codecs.interface import Codec, CodecState, assign_or_add
 from ds_hybridep.config_codecs import BlockwiseConfig, LowRankConfig
 from ds_hybridep.geometry.packets import (
@@ -196,9 +196,9 @@ class LowRank(Codec):
             q = _times_rows(x, orthonormal(_times_columns(x, q)))
         if self._has_integers:
             p = orthonormal(_times_columns(x, q))
-            q = integer_factors.write(p, _times_rows(x, p), x, row_weight, col_weight, payload)
+            q = write_integers(p, _times_rows(x, p), x, row_weight=row_weight, col_weight=col_weight, payload=payload)
             state.tensors["q"].copy_(q)
-            is_overflow = integer_factors.is_too_large(payload, p.shape[1], rows, cols)
+            is_overflow = integers_overflow(payload, p.shape[1], rows, cols)
             is_overflow |= ~q.isfinite().flatten(1).all(dim=1)
             payload.masked_fill_(is_overflow[:, None], 0)  # what it leaves to `rest` must be finite
             return is_overflow
@@ -238,7 +238,7 @@ class LowRank(Codec):
             return
         rank = self.effective_rank(out.shape[1], out.shape[2])
         if self._has_integers:
-            assign_or_add(out, integer_factors.read(payload, rank, out.shape[1], out.shape[2]), is_add=is_add)
+            assign_or_add(out, read_integers(payload, rank, out.shape[1], out.shape[2]), is_add=is_add)
             return
         kernels = self.compiled(out.device)
         if kernels is not None:
