@@ -36,6 +36,7 @@ CODECS: dict[str, Any] = {
     "int4": "int4",
     "int2": "int2",
     "low rank": {"type": "low_rank"},
+    "integer factors": {"type": "low_rank", "factors": "integer", "weighting": "rms"},
     "recommended, experts": RECOMMENDED.gradient.spec,
     "recommended, dense": RECOMMENDED.dense_gradient.spec,
 }
@@ -74,11 +75,12 @@ def measure(spec: Any, kept: str, is_noisy: bool, num_steps: int) -> dict[str, f
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--steps", type=int, default=5000)
+    parser.add_argument("--codecs", nargs="+", choices=list(CODECS), default=list(CODECS))
 
 
 def run(args: argparse.Namespace, records: Records) -> None:
-    for (name, spec), kept, is_noisy in itertools.product(CODECS.items(), KEPT, (False, True)):
-        errors = measure(spec, kept, is_noisy, args.steps)
+    for name, kept, is_noisy in itertools.product(args.codecs, KEPT, (False, True)):
+        errors = measure(CODECS[name], kept, is_noisy, args.steps)
         records.add({"codec": name, "kept": kept, "is_noisy": is_noisy, "steps": args.steps}, errors=errors)
 
 
