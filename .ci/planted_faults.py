@@ -64,7 +64,7 @@ FAULTS = (
     Fault(
         "a packet is taken twice",
         "sync/error_feedback.py",
-        "orders[0].check(packets[0])",
+        "orders[0].check(layout.packets(message)[0])",
         "pass",
         "tests/sync/test_error_feedback.py::test_a_message_that_is_lost_or_comes_twice_is_an_error",
     ),
