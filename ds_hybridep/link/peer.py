@@ -229,7 +229,7 @@ class Peer:
             elif not is_busy:
                 lane.silent_s += pause_s
         # A lane whose connection is broken, or whose peer is silent, is judged by the silence alone.
-        if not is_own and self.age_s() <= SILENT_S:
+        if not is_own and self.age_s() <= SILENT_S and any(lane.kept for lane in self._messages):
             connected = [lane for lane in self._messages if lane.sock is not None]
             if any([lane.count_stall(pause_s) for lane in connected]):
                 for lane in connected:
