@@ -20,7 +20,7 @@ The payload, of 4 + (rank / 2 + 1) * (rows + cols) bytes, the first part rounded
     a byte for each row, then one for each column: 0 for a scale of 0, else the scale's code minus its base
 
 The code of a scale is the first 13 bits of its fp32 form: sign, exponent, and 4 bits of mantissa.  Scales that are too
-small for a byte become 0: an expert that no token has chosen gets no gradient, rather than one as small as can be.
+small for a byte become 0, so a row of zeros stays one.
 """
 
 from functools import lru_cache
@@ -81,21 +81,22 @@ def read_integers(payload: Tensor, rank: int, rows: int, cols: int) -> Tensor:
     codes = torch.stack([packed & 15, packed >> 4], dim=2).flatten(1)[:, :num_codes]
     odd = codes.float() * 2 - LARGEST
     p, q = odd[:, : rank * rows].view(-1, rank, rows), odd[:, rank * rows :].view(-1, rank, cols)
-    wide = payload[:, end : end + BASES_BYTES + rows + cols].int()
-    bases, scales = wide[:, :BASES_BYTES:2] | wide[:, 1:BASES_BYTES:2] << 8, wide[:, BASES_BYTES:]
-    of_rows, of_cols = scales[:, :rows], scales[:, rows:]
-    row_scale, col_scale = _scale(of_rows, bases[:, :1]), _scale(of_cols, bases[:, 1:])
+    row_scale, col_scale = _read_scales(payload[:, end:], rows, cols)
     return torch.bmm(p.transpose(1, 2), q) * row_scale[:, :, None] * col_scale[:, None, :]
 
 
 def integers_overflow(payload: Tensor, rank: int, rows: int, cols: int) -> Tensor:
     """Return [n] bool: values might leave fp32."""
-    end = -(-rank * (rows + cols) // 2)
-    wide = payload[:, end : end + BASES_BYTES + rows + cols].int()
-    bases, scales = wide[:, :BASES_BYTES:2] | wide[:, 1:BASES_BYTES:2] << 8, wide[:, BASES_BYTES:]
-    row_scale = _scale(scales[:, :rows], bases[:, :1]).amax(dim=1)
-    col_scale = _scale(scales[:, rows:], bases[:, 1:]).amax(dim=1)
+    scales = _read_scales(payload[:, -(-rank * (rows + cols) // 2) :], rows, cols)
+    row_scale, col_scale = (one.amax(dim=1) for one in scales)
     return ~(row_scale * (rank * LARGEST**2) * col_scale.clamp(min=1.0)).isfinite()
+
+
+def _read_scales(payload: Tensor, rows: int, cols: int) -> tuple[Tensor, Tensor]:
+    """Return the scales of rows [n, rows] and of columns [n, cols]; payload: what follows the codes."""
+    wide = payload[:, : BASES_BYTES + rows + cols].int()
+    bases, scales = wide[:, :BASES_BYTES:2] | wide[:, 1:BASES_BYTES:2] << 8, wide[:, BASES_BYTES:]
+    return _scale(scales[:, :rows], bases[:, :1]), _scale(scales[:, rows:], bases[:, 1:])
 
 
 def _quantise(v: Tensor, weight: Tensor, gram: Tensor) -> tuple[Tensor, Tensor, Tensor]:
