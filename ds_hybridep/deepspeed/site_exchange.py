@@ -2,7 +2,8 @@
 """The exchange between sites around an optimizer step, and what a site saves of it.
 
 before a step  `exchange`: gradients become the mean over all members
-after it       `after_step`: local steps are exchanged, residuals are kept, a fragment of the state leaves for joiners
+after it       `take_outer_step`: local steps are exchanged
+at its end     `after_step`: residuals are kept, a fragment of the state leaves for joiners
 
 A change of members comes before an exchange: all ranks take part in a new epoch, in which this site is a member or a
 joiner.  A joiner takes the others' steps (`site_join.py`) until it is a member; what it had computed counts nothing.
@@ -95,15 +96,18 @@ class SiteExchange:
         is_known = not self._is_joining and not self.epochs.needs_quorum and self.epochs.others
         return self.epochs.connections if is_known else None
 
+    def take_outer_step(self) -> None:
+        """Take the outer step of local steps, which changes weights also where the optimizer's step was skipped."""
+        if self.local is None or self._is_joining:
+            return
+        mean, _ = self._average(self._deltas, lambda: 1.0)
+        self.local.apply(self.local.due(self.state.step), mean)
+
     def after_step(self, *, was_applied: bool) -> None:
         """Keep what codecs left out, or restore it if the step was skipped; hand a part of the state on."""
         transaction = self.packets.transaction
         if self._is_joining:
             return transaction.undo()
-        if (local := self.local) is not None:
-            mean, _ = self._average(self._deltas, lambda: 1.0)
-            local.apply(local.due(self.state.step), mean)
-            self.refresh()
         if was_applied or self.local is not None:
             transaction.commit()
         else:
@@ -327,7 +331,9 @@ class SiteExchange:
         """Join the others, if they are training already."""
         if self.epochs.is_running and self._form("") is QuorumOutcome.JOINED and self.local is not None:
             self.weight = 0.0
-            self.after_step(was_applied=True)  # the exchange that they are at
+            self.take_outer_step()  # the exchange that they are at
+            self.after_step(was_applied=True)
+            self.refresh()
             self.has_joined = True
 
     def _form(self, inside_step: InsideStep) -> QuorumOutcome:

@@ -499,6 +499,27 @@ def test_codecs_inside_a_site_are_refused(meeting: Meeting, tmp_path: Path) -> N
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("overflow_at", [-1, 3])
+def test_local_steps_send_the_weights_of_a_domain_once_for_each_step(
+    meeting: Meeting, tmp_path: Path, overflow_at: int
+) -> None:
+    inside = {"levels": DOMAINS, "advanced": {"verify_interval": 1}}  # compares the copies of an expert at each step
+    options = {"ep_size": 2, "dtype": "fp16", "overflow_at": overflow_at}
+    alone = ForkedJob(tmp_path, "alone", 2, block=inside, **options)
+    both = block(meeting, tmp_path, sites={"every": 2}, **inside)
+    jobs = [ForkedJob(tmp_path, name, 2, site=name, block=both, first_rank=2 * i, **options) for i, name in enumerate("ab")]
+    try:
+        (wanted, _), *sites = (job.records() for job in (alone, *jobs))
+    finally:
+        for job in (alone, *jobs):
+            job.kill()
+    a_step = wanted["weight_bytes"] / 6  # of which the first start sends one
+    for found in (ranks[0] for ranks in sites):
+        assert found["skipped"] == int(overflow_at >= 0)
+        assert found["weight_bytes"] == wanted["weight_bytes"] + (a_step if overflow_at >= 0 else 0)
+
+
+@pytest.mark.slow
 def test_local_steps_keep_common_weights_equal_also_for_a_site_that_comes_back(
     meeting: Meeting, tmp_path: Path
 ) -> None:

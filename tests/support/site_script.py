@@ -150,9 +150,11 @@ for parameter in model.parameters():
 attachment = vars(engine).get("_hybridep_attachment")
 local = attachment.sites.local if attachment is not None and attachment.sites is not None else None
 common = hashlib.sha256(b"".join(one.numpy().tobytes() for one in local.common())).hexdigest() if local else ""
+stats = ds_hybridep.stats(engine) if attachment is not None else {"sites": None, "levels": []}
 record = {
     "common": common,
-    "sites": ds_hybridep.stats(engine)["sites"] if attachment is not None else None,
+    "sites": stats["sites"],
+    "weight_bytes": sum(level["sent_bytes"]["expert_weights"] for level in stats["levels"]),  # inside the site
     "losses": losses,
     "weights": digest.hexdigest(),
     "started_at": started_at,
