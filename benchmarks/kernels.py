@@ -88,7 +88,7 @@ def copy_bytes_per_s() -> float:
 
 def deepspeed_slots(plan: Routes, capacity: int) -> Tensor:
     """The routes of `plan` as slot numbers of DeepSpeed's [E, capacity] buffer, [K, T] int64."""
-    counts = plan.rows_per_destination
+    counts = torch.tensor(plan.rows_per_destination, device=plan.row_to_token.device)
     first_row = torch.cumsum(counts, 0) - counts
     destination = torch.repeat_interleave(torch.arange(len(counts), device=counts.device), counts)
     row = torch.arange(len(destination), device=counts.device)
@@ -125,7 +125,7 @@ def row_cases(options: argparse.Namespace, kernels: Any) -> Iterator[Case]:
     turns = num_turns(options.tokens * row_bytes)
     x = [torch.randn(options.tokens, hidden, device="cuda").to(dtype) for _ in range(turns)]
     weights = torch.rand(options.tokens, options.top_k, device="cuda")
-    capacity = int(plan.rows_per_destination.max())
+    capacity = max(plan.rows_per_destination)
     slots = deepspeed_slots(plan, capacity)
     rows = kernels.dispatch_rows(x[0], plan.row_to_token)
     assert torch.equal(rows, x[0][plan.row_to_token]), "dispatched rows differ from those of torch"

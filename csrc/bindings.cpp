@@ -279,32 +279,6 @@ void blockwise_decode(Address payload, int64_t stride, int64_t bytes, int64_t n,
                                at<float>(out));
 }
 
-hybridep::LowRank to_low_rank(int64_t rank, int64_t rows, int64_t cols, int factor, int iterations) {
-    require_sizes({rank, rows, cols});
-    if (factor < 0 || factor > 5) throw py::value_error("factor: got " + std::to_string(factor) + ", wanted 0 to 5");
-    if (rank > rows) throw py::value_error("rank: got " + std::to_string(rank) + ", wanted at most rows");
-    if (iterations < 1) throw py::value_error("iterations: got " + std::to_string(iterations) + ", wanted 1 or more");
-    return {rank, rows, cols, static_cast<hybridep::Factor>(factor), iterations};
-}
-
-void low_rank_encode(int source, Address a, Address other, int64_t n, int64_t length, Address sizes, int64_t rank,
-                     int64_t rows, int64_t cols, int factor, int iterations, Address start, Lane lane, Address scratch,
-                     Address q, Address row_rms, Address col_rms, Address payload, int64_t stride, int64_t bytes,
-                     Address is_bad) {
-    hybridep::low_rank_encode(to_input(source, a, other, n, length), at<const float>(sizes),
-                              to_low_rank(rank, rows, cols, factor, iterations), at<const float>(start),
-                              to_work(lane, scratch),
-                              {at<float>(q), at<float>(row_rms), at<float>(col_rms)},
-                              to_payloads(payload, stride, bytes), at<uint8_t>(is_bad));
-}
-
-void low_rank_decode(Address payload, int64_t stride, int64_t bytes, int64_t n, int64_t rank, int64_t rows,
-                     int64_t cols, int factor, bool is_add, Lane lane, Address scratch, Address out) {
-    require_sizes({n});
-    hybridep::low_rank_decode(to_payloads(payload, stride, bytes), n, to_low_rank(rank, rows, cols, factor, 1), is_add,
-                              to_work(lane, scratch), at<float>(out));
-}
-
 void write_headers(Address packets, int64_t stride, int64_t n, uint32_t start, uint32_t number, uint32_t sequence,
                    uint32_t stamp, Address is_bad, [[maybe_unused]] Lane lane) {
     const uint32_t words[] = {start, number, sequence, stamp};
@@ -323,18 +297,6 @@ int check_headers(Address packets, int64_t stride, int64_t n, uint32_t start, ui
 #else
     return hybridep::check_headers(to_payloads(packets, stride, 0), n, start, stamp);
 #endif
-}
-
-void orthonormalise(Address p, int64_t n, int64_t rank, int64_t rows, Lane lane) {
-    require_sizes({n, rank, rows});
-    if (rank > rows) throw py::value_error("rank: got " + std::to_string(rank) + ", wanted at most rows");
-    hybridep::orthonormalise(at<float>(p), n, rank, rows, to_lane(lane));
-}
-
-void divide_by_gram(Address p, Address q, int64_t n, int64_t rank, int64_t rows, int64_t cols, Lane lane,
-                    Address scratch) {
-    require_sizes({n, rank, rows, cols});
-    hybridep::divide_by_gram(at<const float>(p), at<float>(q), n, rank, rows, cols, to_work(lane, scratch));
 }
 
 void compact_encode(Address values, int64_t n, int64_t length, uint32_t seed, Lane lane, Address words) {
@@ -371,14 +333,11 @@ void patch_decode(Address payload, int64_t bytes, int64_t n, int mantissa_bits, 
 
 #ifdef HYBRIDEP_CUDA
 
-using hybridep::flags_scratch_bytes, hybridep::low_rank_encode_scratch_bytes, hybridep::low_rank_decode_scratch_bytes;
-using hybridep::patch_decode_scratch_bytes, hybridep::patch_encode_scratch_bytes;
+using hybridep::flags_scratch_bytes, hybridep::patch_decode_scratch_bytes, hybridep::patch_encode_scratch_bytes;
 
 #else
 
 int64_t flags_scratch_bytes(int64_t) { return 0; }
-int64_t low_rank_encode_scratch_bytes(int64_t, int64_t, int64_t, int64_t, bool) { return 0; }
-int64_t low_rank_decode_scratch_bytes(int64_t, int64_t, int64_t, int64_t) { return 0; }
 int64_t patch_encode_scratch_bytes(int64_t) { return 0; }
 int64_t patch_decode_scratch_bytes(int64_t) { return 0; }
 
@@ -413,21 +372,15 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
     module.def("combine_rows_backward", &combine_rows_backward, release_gil());
     module.def("bit_sums", &bit_sums, release_gil());
     module.def("flags_scratch_bytes", &flags_scratch_bytes);
-    module.def("low_rank_encode_scratch_bytes", &low_rank_encode_scratch_bytes);
-    module.def("low_rank_decode_scratch_bytes", &low_rank_decode_scratch_bytes);
     module.def("patch_encode_scratch_bytes", &patch_encode_scratch_bytes);
     module.def("patch_decode_scratch_bytes", &patch_decode_scratch_bytes);
     module.def("prepare", &prepare, release_gil());
     module.def("blockwise_encode", &blockwise_encode, release_gil());
     module.def("blockwise_decode", &blockwise_decode, release_gil());
-    module.def("low_rank_encode", &low_rank_encode, release_gil());
-    module.def("low_rank_decode", &low_rank_decode, release_gil());
     module.def("compact_encode", &compact_encode, release_gil());
     module.def("compact_decode", &compact_decode, release_gil());
     module.def("patch_encode", &patch_encode, release_gil());
     module.def("patch_decode", &patch_decode, release_gil());
     module.def("write_headers", &write_headers, release_gil());
     module.def("check_headers", &check_headers, release_gil());
-    module.def("orthonormalise", &orthonormalise, release_gil());
-    module.def("divide_by_gram", &divide_by_gram, release_gil());
 }

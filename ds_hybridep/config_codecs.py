@@ -2,7 +2,7 @@
 """Settings of codecs in the "hybridep" block, and the set that it recommends."""
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
@@ -21,12 +21,15 @@ class Settings(BaseModel):
     """Immutable settings with fixed keys and types.  `model_copy(update={...})` makes changed ones."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+    GONE: ClassVar[Mapping[str, str]] = {}  # keys of earlier versions, and what is there instead
 
     @model_validator(mode="before")
     @classmethod
     def _check_keys(cls, given: Any) -> Any:
         """Goes before all other checks: a typo may be why another key is missing."""
         for key in given if isinstance(given, Mapping) else ():
+            if key in cls.GONE:
+                raise ValueError(f"{key} is no longer a key: {cls.GONE[key]}; remove it")
             if key not in cls.model_fields:
                 raise ValueError(
                     f"{shown(key).strip(chr(34))} is not a known key; {nearest(key, cls.model_fields) or 'remove it'} "
@@ -73,10 +76,10 @@ class BlockwiseConfig(CodecConfig):
 class LowRankConfig(CodecConfig):
     """Two thin factors for each matrix; `codecs.low_rank` says what the options do."""
 
+    GONE = {"factors": "factors are integers of 4 bits, which leave less at the same bytes"}
     type: Literal["low_rank"]
     ratio: Annotated[float | None, Field(gt=1, le=1e6)] = None  # becomes DEFAULT_RATIO if no rank is given
     rank: Annotated[int | None, Field(ge=1, le=LARGEST_RANK)] = None
-    factors: Literal["int4", "log4", "integer"] = "int4"
     weighting: Literal["none", "rms"] = "none"
     rest: Annotated[BlockwiseConfig | None, BeforeValidator(_named)] = None
 
@@ -137,7 +140,7 @@ class CodecSet(NamedTuple):
 def recommended_codecs(itemsize: int) -> CodecSet:
     """What `"codecs": "recommended"` stands for, by the bytes of a parameter; docs/codecs.md has its costs."""
     low_rank = LowRankConfig(type="low_rank", ratio=50.0)
-    balanced = LowRankConfig(type="low_rank", ratio=50.0, factors="log4", weighting="rms")
+    balanced = LowRankConfig(type="low_rank", ratio=50.0, weighting="rms")
     # Low rank alone leaves out too much of embeddings.
     rest = {"rest": BlockwiseConfig(type="int2", block=64)}
     dense, dense_balanced = low_rank.model_copy(update=rest), balanced.model_copy(update=rest)

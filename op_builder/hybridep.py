@@ -113,6 +113,11 @@ class HybridEPBuilder(CPUOpBuilder):  # type: ignore[misc]  # deepspeed has no t
             return f"{ARCH_LIST}={os.environ[ARCH_LIST]!r} names nothing of compute capability 8.0 or later, as needed"
         if cpp_extension.CUDA_HOME is None or not self.nvcc().exists():
             return "nvcc was not found; install the CUDA toolkit of torch's version and set CUDA_HOME to its folder"
+        if not (self.nvcc().parents[1] / "include" / "cuda_runtime.h").exists():
+            return (
+                f"{self.nvcc().parents[1]} has nvcc, but not include/cuda_runtime.h; set CUDA_HOME to the folder of "
+                "the CUDA toolkit (torch takes the folder above the nvcc that it finds)"
+            )
         version = re.search(r"release (\d+)\.\d+", _version_of([str(self.nvcc())]))
         if version is not None and version[1] != str(torch.version.cuda).split(".")[0]:
             return (

@@ -52,42 +52,6 @@ void blockwise_encode(const Input& input, int bits, int64_t block, int num_threa
 void blockwise_decode(const Payloads& payloads, int64_t n, int64_t length, int bits, int64_t block, bool is_add,
                       int num_threads, float* out);
 
-// How an element of a factor is written.  Each 256 quantised elements share a scale.
-enum class Factor : int { kFp32 = 0, kBf16 = 1, kInt8 = 2, kInt4 = 3, kInt2 = 4, kLog4 = 5 };
-
-struct LowRank {
-    int64_t rank;
-    int64_t rows;
-    int64_t cols;
-    Factor factor;
-    int iterations;
-};
-
-// What an encoder remembers: q [n, rank, cols], and for weighting the root mean squares of rows [n, rows] and of
-// columns [n, cols].  Without weighting, both are null.
-struct LowRankState {
-    float* q;
-    float* row_rms;
-    float* col_rms;
-};
-
-// Does `iterations` steps of power iteration from state.q, or for every tensor from `start` [rank, cols] if given.
-// Writes P and Q, and the next step's state, which a bad tensor does not change.  `sizes` [n, length] says how large
-// rows and columns are, for weighting; null: the values to encode do.  Otherwise like blockwise_encode.
-void low_rank_encode(const Input& input, const float* sizes, const LowRank& shape, const float* start,
-                     int num_threads, const LowRankState& state, const Payloads& payloads, uint8_t* is_bad);
-
-// out [n, rows, cols] = or += ((p0 q0 + p1 q1) + ...).
-void low_rank_decode(const Payloads& payloads, int64_t n, const LowRank& shape, bool is_add, int num_threads,
-                     float* out);
-
-// p [n, rank, rows]: rows of each tensor become orthonormal, in place, by Gram-Schmidt done twice.  A row that depends
-// on those before it, or is 0, becomes a unit vector made orthogonal to them.  rank must not be above rows.
-void orthonormalise(float* p, int64_t n, int64_t rank, int64_t rows, int num_threads);
-
-// q [n, rank, cols] = (P P^T + a little on the diagonal)^-1 q, in place, for p [n, rank, rows].
-void divide_by_gram(const float* p, float* q, int64_t n, int64_t rank, int64_t rows, int64_t cols, int num_threads);
-
 // Writes the first 16 bytes of n packets: `words` [4], with is_bad [n] as the flags in byte 3.
 void write_headers(const Payloads& packets, int64_t n, const uint32_t* words, const uint8_t* is_bad);
 
@@ -133,23 +97,6 @@ void blockwise_encode(const Input& input, int bits, int64_t block, const Workspa
 
 void blockwise_decode(const Payloads& payloads, int64_t n, int64_t length, int bits, int64_t block, bool is_add,
                       Stream stream, float* out);
-
-// About twice the factors, and up to 64 MiB for products of chunks of rows.
-int64_t low_rank_encode_scratch_bytes(int64_t n, int64_t rank, int64_t rows, int64_t cols, bool is_weighted);
-
-void low_rank_encode(const Input& input, const float* sizes, const LowRank& shape, const float* start,
-                     const Workspace& work, const LowRankState& state, const Payloads& payloads, uint8_t* is_bad);
-
-int64_t low_rank_decode_scratch_bytes(int64_t n, int64_t rank, int64_t rows, int64_t cols);
-
-void low_rank_decode(const Payloads& payloads, int64_t n, const LowRank& shape, bool is_add, const Workspace& work,
-                     float* out);
-
-void orthonormalise(float* p, int64_t n, int64_t rank, int64_t rows, Stream stream);
-
-// As much scratch as low_rank_encode without weighting.
-void divide_by_gram(const float* p, float* q, int64_t n, int64_t rank, int64_t rows, int64_t cols,
-                    const Workspace& work);
 
 void compact_encode(const float* values, int64_t n, int64_t length, uint32_t seed, Stream stream, int16_t* words);
 

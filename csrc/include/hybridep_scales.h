@@ -43,12 +43,6 @@ HYBRIDEP_BOTH uint16_t round_scale_up(float value) {
 
 HYBRIDEP_BOTH bool is_scale_finite(uint16_t bits) { return (bits & 0x7f80u) != 0x7f80u; }
 
-HYBRIDEP_BOTH uint16_t round_value(float value) {
-    if (is_nan(value)) return kScaleNan;
-    const uint32_t bits = std::bit_cast<uint32_t>(value);
-    return static_cast<uint16_t>((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16);
-}
-
 // The number to divide elements by.  It is infinite if the scale is 0, so that quotients are 0.
 HYBRIDEP_BOTH float divisor(uint16_t scale) {
     const float value = scale_value(scale);

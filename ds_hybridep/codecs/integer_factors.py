@@ -32,12 +32,13 @@ from ds_hybridep.geometry.packets import LARGEST_RANK
 
 LEVELS = 16
 LARGEST = LEVELS - 1
-HALF_STEP = 0.1676  # of the rms: the best for 16 equal steps of normally distributed values
-STRETCHES = (0.75, 0.87, 1.0, 1.15, 1.32)  # of steps that are tried for each row and column
+STEP = 0.335  # of the rms: the best for 16 equal steps of normally distributed values
 SHIFT = 19  # of the 13 bits of a scale in fp32
 LARGEST_CODE = (0x7F800000 >> SHIFT) - 1  # of a finite scale
 BASES_BYTES = 4
 SMALLEST_SIZE = 1e-3  # of the largest: what is smaller is not made larger when sizes are shared out
+TINY = 1e-30  # in place of zero in a division
+RIDGE = 1e-6  # of the mean of a Gram matrix's diagonal: added to it, so that a solution for dependent rows is finite
 
 
 def write_integers(
@@ -45,32 +46,29 @@ def write_integers(
 ) -> Tensor:
     """Write factors of x, and return the q [n, rank, cols] from which the next step starts.
 
-    p, q: orthonormal rows [n, rank, rows], and p x [n, rank, cols].
-    x: [n, rows, cols] fp32, divided by the weights [n, 1, rows] and [n, 1, cols], its largest element about 1.
+    p, q: orthonormal rows [n, rank, rows], and p x [n, rank, cols] with columns divided by their weights.
+    x: [n, rows, cols] fp32, rows divided by their weights, its largest element about 1.
+    row_weight, col_weight: [n, rows] and [n, cols].
     payload: [n, bytes] uint8.
     """
-    n, rank, rows = p.shape
-    size = q.norm(dim=2, keepdim=True)
-    largest = size.amax(dim=1, keepdim=True)
-    size = torch.where(largest > 0, size.maximum(SMALLEST_SIZE * largest), 1.0).sqrt()
-    mix = _rotation(rank).to(x.device)
-    p, q = _times(mix, p * size), _times(mix, q / size)
-    p_codes, p_scales, p = _quantise(p, row_weight, _gram(q))
-    # The best Q for this P.  Quantised rows can be dependent: a little on the diagonal keeps the solution finite.
-    gram = _gram(p)
-    diagonal = gram.diagonal(dim1=1, dim2=2)
-    q = torch.linalg.solve(
-        gram + torch.diag_embed(1e-6 * diagonal.mean(dim=1, keepdim=True).clamp(min=1e-30).expand(n, rank)),
-        torch.stack([one @ other for one, other in zip(p, x, strict=True)]),
-    )
-    q_codes, q_scales, _ = _quantise(q, col_weight, gram)
-    codes = torch.cat([p_codes.flatten(1), q_codes.flatten(1)], dim=1)
-    codes = torch.nn.functional.pad(codes, (0, codes.shape[1] % 2))
+    mix = _rotation(p.shape[1], p.device)
+    size = q.square().sum(dim=2, keepdim=True).sqrt_()
+    size = size.maximum(SMALLEST_SIZE * size.amax(dim=1, keepdim=True)).clamp_(min=TINY).sqrt_()
+    p, q = torch.matmul(mix, p * size), torch.matmul(mix, q / size)
+    p_odd, p_scales = _quantise(p, row_weight, torch.bmm(q, q.mT))
+    # The best Q for this P.
+    p = p_odd * (_scale(p_scales) / row_weight).unsqueeze(1)
+    gram = torch.bmm(p, p.mT)
+    q = _solve(gram, torch.bmm(p, x) / col_weight.unsqueeze(1))
+    q_odd, q_scales = _quantise(q, col_weight, gram)
+    codes = torch.cat([p_odd.flatten(1), q_odd.flatten(1)], dim=1).add_(LARGEST).div_(2).to(torch.uint8)
+    if codes.shape[1] % 2:
+        codes = torch.nn.functional.pad(codes, (0, 1))
     bases, scales = zip(*(_based(one) for one in (p_scales, q_scales)), strict=True)
     said = torch.cat([codes[:, ::2] | codes[:, 1::2] << 4, *bases, *scales], dim=1)
-    payload.zero_()
     payload[:, : said.shape[1]] = said
-    return q.contiguous()
+    payload[:, said.shape[1] :] = 0
+    return q
 
 
 def read_integers(payload: Tensor, rank: int, rows: int, cols: int) -> Tensor:
@@ -79,10 +77,10 @@ def read_integers(payload: Tensor, rank: int, rows: int, cols: int) -> Tensor:
     end = -(-num_codes // 2)
     packed = payload[:, :end]
     codes = torch.stack([packed & 15, packed >> 4], dim=2).flatten(1)[:, :num_codes]
-    odd = codes.float() * 2 - LARGEST
+    odd = codes.float().mul_(2).sub_(LARGEST)
     p, q = odd[:, : rank * rows].view(-1, rank, rows), odd[:, rank * rows :].view(-1, rank, cols)
     row_scale, col_scale = _read_scales(payload[:, end:], rows, cols)
-    return torch.bmm(p.transpose(1, 2), q) * row_scale[:, :, None] * col_scale[:, None, :]
+    return torch.bmm(p.mT, q).mul_(row_scale.unsqueeze(2)).mul_(col_scale.unsqueeze(1))
 
 
 def integers_overflow(payload: Tensor, rank: int, rows: int, cols: int) -> Tensor:
@@ -99,34 +97,35 @@ def _read_scales(payload: Tensor, rows: int, cols: int) -> tuple[Tensor, Tensor]
     return _scale(scales[:, :rows], bases[:, :1]), _scale(scales[:, rows:], bases[:, 1:])
 
 
-def _quantise(v: Tensor, weight: Tensor, gram: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return codes [n, rank, m] uint8 of v, codes [n, m] of scales times `weight` [n, 1, m], and the value of codes.
+def _quantise(v: Tensor, weight: Tensor, gram: Tensor) -> tuple[Tensor, Tensor]:
+    """Return odd integers [n, rank, m] fp32 for v, and codes [n, m] of their scales times `weight` [n, m].
 
     gram: of the other factor, [n, rank, rank].  Scales make the error of the product least: those that make the error
     of this factor least shrink all values by 1% to 4%, and over the rank this adds up, unlike other rounding.
     """
-    step = HALF_STEP * v.square().mean(dim=1, keepdim=True).sqrt()
-    across = torch.bmm(gram, v)
-    least: Tensor | None = None
-    for stretch in STRETCHES:
-        codes = (v / torch.where(step > 0, 2 * stretch * step, 1.0) + LEVELS / 2).floor().clamp(0, LARGEST)
-        odd = codes * 2 - LARGEST
-        linear = (odd * across).sum(dim=1, keepdim=True)
-        square = (odd * torch.bmm(gram, odd)).sum(dim=1, keepdim=True)
-        scale = linear / torch.where(square > 0, square, 1.0)
-        scale = scale.maximum(0.5 * stretch * step).minimum(2 * stretch * step)
-        scale_codes = _code(scale * weight)
-        scale = _scale(scale_codes) / weight
-        error = scale * (scale * square - 2 * linear)
-        tried = codes, scale_codes, odd * scale
-        if least is None:
-            least, best = error, tried
-        else:
-            for old, new in zip(best, tried, strict=True):
-                old.copy_(torch.where(error < least, new, old))
-            least = error.minimum(least)
-    codes, scale_codes, value = best
-    return codes.to(torch.uint8), scale_codes.squeeze(1), value
+    rms = v.square().mean(dim=1, keepdim=True).sqrt()
+    step = (STEP * rms).minimum(v.abs().amax(dim=1, keepdim=True) / (LARGEST / 2))
+    odd = (v / step.clamp(min=TINY)).add_(LEVELS / 2).floor_().clamp_(0, LARGEST).mul_(2).sub_(LARGEST)
+    across = torch.bmm(gram, odd)
+    linear, square = (across * v).sum(dim=1, keepdim=True), (across * odd).sum(dim=1, keepdim=True)
+    scale = linear / square.clamp(min=TINY)
+    scale = scale.maximum(step / 4).minimum(step).squeeze(1)  # half a step is what plain rounding would take
+    return odd, _code(scale * weight)
+
+
+def _solve(gram: Tensor, q: Tensor) -> Tensor:
+    """Return gram^-1 q for [n, rank, rank] and [n, rank, cols]; q itself where that cannot be."""
+    gram = gram.clone()
+    diagonal = gram.diagonal(dim1=1, dim2=2)
+    diagonal += (RIDGE * diagonal.mean(dim=1, keepdim=True)).clamp_(min=TINY)
+    return torch.cholesky_solve(q, cholesky(gram))
+
+
+def cholesky(gram: Tensor) -> Tensor:
+    """Return Cholesky factors of gram [n, rank, rank]; the unit matrix where rounding has made it indefinite."""
+    factor, failed = torch.linalg.cholesky_ex(gram)
+    unit = torch.eye(gram.shape[1], dtype=gram.dtype, device=gram.device)
+    return torch.where((failed > 0)[:, None, None], unit, factor)
 
 
 def _code(scale: Tensor) -> Tensor:
@@ -146,15 +145,13 @@ def _based(codes: Tensor) -> tuple[Tensor, Tensor]:
 
 
 @lru_cache(maxsize=LARGEST_RANK)
-def _rotation(rank: int) -> Tensor:
+def _rotation(rank: int, device: torch.device) -> Tensor:
     """Return an orthogonal matrix; only encoders use it."""
-    factor: Tensor = torch.linalg.qr(torch.randn(rank, rank, generator=torch.Generator().manual_seed(rank))).Q
-    return factor
+    factor: Tensor = torch.linalg.qr(fixed_normal(rank, rank, rank)).Q
+    return factor.to(device)
 
 
-def _times(mix: Tensor, factor: Tensor) -> Tensor:
-    return torch.stack([mix @ one for one in factor])
-
-
-def _gram(factor: Tensor) -> Tensor:
-    return torch.stack([one @ one.T for one in factor])
+def fixed_normal(seed: int, rows: int, cols: int) -> Tensor:
+    """Return normally distributed fp32 values [rows, cols] on the CPU; a user may have set other defaults."""
+    generator = torch.Generator("cpu").manual_seed(seed)
+    return torch.randn(rows, cols, generator=generator, dtype=torch.float32, device="cpu")

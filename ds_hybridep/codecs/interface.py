@@ -14,6 +14,7 @@ The rest depends on two promises:
 
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, ClassVar
@@ -47,6 +48,21 @@ class CodecState:
     def copy(self) -> "CodecState":
         """Return a copy that the encoder does not change."""
         return CodecState(self.step, {name: tensor.clone() for name, tensor in self.tensors.items()})
+
+    @classmethod
+    def joined(cls, states: Sequence["CodecState"]) -> "CodecState":
+        """Return the state of an encoder of all the tensors of several, which have made as many steps."""
+        names = states[0].tensors
+        return cls(states[0].step, {name: torch.cat([one.tensors[name] for one in states]) for name in names})
+
+    def part(self, states: Sequence["CodecState"]) -> None:
+        """Take over what `joined` has made of these states into each of them."""
+        for name, tensor in self.tensors.items():
+            sizes = [len(one.tensors[name]) for one in states]
+            for one, mine in zip(states, tensor.split(sizes), strict=True):
+                one.tensors[name].copy_(mine)
+        for one in states:
+            one.step = self.step
 
     def state_dict(self) -> dict[str, Any]:
         """Return a copy as plain dicts, ints and tensors."""

@@ -112,6 +112,8 @@ class SiteExchange:
             transaction.commit()
         else:
             transaction.undo()
+        if self.local is not None and not was_applied:
+            self.refresh()  # the outer step has changed weights that a skipped step does not send
         self.has_joined = False
         self.epochs.committed(self.state.step)
         self._lead.after_step(self.epochs.connections)

@@ -68,9 +68,9 @@ def _take_step(attachment: Attachment, original: Callable[..., None], *args: Any
             dense.after_step()
     # 3. Weights leave.  Dense parameters and experts travel together; experts of several groups must arrive before
     #    they are shipped, and all before local steps change them once more.
-    was_applied, has_local_steps = engine._step_applied, sites is not None and sites.local is not None
+    was_applied = engine._step_applied
     if dense is not None:
-        dense.finish_gathers(of_experts_only=not has_local_steps)
+        dense.finish_gathers(of_experts_only=sites is None or sites.local is None)
     if sites is not None:
         sites.take_outer_step()
     report = runtime.after_step(was_applied=was_applied, ships=chosen is None)
@@ -78,8 +78,6 @@ def _take_step(attachment: Attachment, original: Callable[..., None], *args: Any
         dense.finish_gathers(of_experts_only=False)
     if sites is not None:
         sites.after_step(was_applied=was_applied)
-    if has_local_steps and not was_applied:
-        runtime.refresh()
     # 4. What was measured is published, and may have led to another plan.
     if planner is not None:
         planner.after_step()

@@ -13,8 +13,7 @@ HEADER_BYTES = 16  # of a packet
 ALIGNMENT_BYTES = 16  # in a message, the packets of each part are padded to a multiple of this
 SCALE_BYTES = 2
 FP32_BYTES = 4
-FACTOR_BLOCK = 256  # elements of a low-rank factor that share a scale
-LARGEST_RANK = 256  # of a low-rank codec; more fits neither the CUDA kernels nor the time of a step
+LARGEST_RANK = 256  # of a low-rank codec: with it, sums of products of factors are exact in fp32
 FACTOR_BITS = 4  # of an element of a factor
 ITERATIONS = 2  # of the power method, each step
 BITS = {"int8": 8, "int4": 4, "int2": 2}
@@ -22,6 +21,7 @@ PATCH_PREFIX_BYTES = 24
 COMPACT_BYTES = 161 * 2 / 128  # of an element of a residual in the compact form: 161 words for 128 elements
 RETURNING_BYTES = 2**28  # of gradients on their way back: more than fits on a long link at a time
 MOST_LEAVES = 16  # messages in which the gradients of a site leave; what leaves last is not hidden
+LEAST_LEAF = 2**16  # elements of such a message: a smaller one saves less time than it takes
 
 Part = tuple[int, int, int]  # (number of matrices, rows, columns); a vector has one row
 
@@ -59,12 +59,11 @@ class BlockwiseSizes(PacketSizes):
 
 @dataclass(frozen=True)
 class LowRankSizes(PacketSizes):
-    """Two thin factors of a matrix."""
+    """Two thin factors of a matrix, with a scale of a byte for each of its rows and columns."""
 
     ratio: float | None
     rank: int | None
     rest: PacketSizes | None
-    has_integers: bool = False  # each row and column of the matrix has a scale, of a byte
 
     def effective_rank(self, rows: int, cols: int) -> int:
         """Number of columns of each factor of a matrix."""
@@ -72,10 +71,7 @@ class LowRankSizes(PacketSizes):
         if rank is None:
             assert self.ratio is not None
             most_bytes = (int(rows * cols * FP32_BYTES / self.ratio) - HEADER_BYTES) // 4 * 4
-            if self.has_integers:
-                most = 8 * (most_bytes - integer_scales_bytes(rows, cols)) // max(FACTOR_BITS * (rows + cols), 1)
-            else:
-                most = most_bytes // max(factor_bytes(rows) + factor_bytes(cols), 1)
+            most = 8 * (most_bytes - scales_bytes(rows, cols)) // max(FACTOR_BITS * (rows + cols), 1)
             rank = min(max(most, 1), LARGEST_RANK)
         return min(rank, rows, cols)
 
@@ -92,9 +88,7 @@ class LowRankSizes(PacketSizes):
     def factors_bytes(self, rows: int, cols: int) -> int:
         """Bytes of both factors, without the rest."""
         rank = self.effective_rank(rows, cols)
-        if self.has_integers:
-            return round_up(-(-rank * (rows + cols) * FACTOR_BITS // 8) + integer_scales_bytes(rows, cols))
-        return round_up(rank * (factor_bytes(rows) + factor_bytes(cols)))
+        return round_up(-(-rank * (rows + cols) * FACTOR_BITS // 8) + scales_bytes(rows, cols))
 
 
 @dataclass(frozen=True)
@@ -123,7 +117,6 @@ def packets_of(settings: Mapping[str, Any]) -> PacketSizes:
         ratio=settings["ratio"],
         rank=settings["rank"],
         rest=None if settings["rest"] is None else packets_of(settings["rest"]),
-        has_integers=settings["factors"] == "integer",
     )
 
 
@@ -132,13 +125,8 @@ def quantised_bytes(length: int, bits: int, block: int) -> int:
     return -(-length // block) * SCALE_BYTES + -(-length * bits // 8)
 
 
-def factor_bytes(length: int) -> int:
-    """Bytes of one column of a factor."""
-    return round_up(quantised_bytes(length, FACTOR_BITS, FACTOR_BLOCK), 2)
-
-
-def integer_scales_bytes(rows: int, cols: int) -> int:
-    """Bytes of the scales of factors that are integers."""
+def scales_bytes(rows: int, cols: int) -> int:
+    """Bytes of the scales of a matrix's rows and columns, and of the base of each."""
     return 4 + rows + cols
 
 

@@ -73,58 +73,6 @@ class CompiledCodecs:
         with self._lane(self._device_of(out=out, payload=payload)) as lane:
             call(self._extension.blockwise_decode, *_place(payload), *_size(out), bits, block, is_add, lane, out)
 
-    def low_rank_encode(
-        self,
-        source: Source,
-        a: Tensor,
-        other: Tensor | None,
-        payload: Tensor,
-        *,
-        sizes: Tensor | None,
-        q: Tensor,
-        row_rms: Tensor | None,
-        col_rms: Tensor | None,
-        start: Tensor | None,
-        factor: int,
-        iterations: int,
-    ) -> Tensor:
-        """Like `blockwise_encode`, with factors of q's rank.
-
-        sizes, like a: says how large rows and columns are; None: what is encoded does.
-        q [n, rank, cols], row_rms [n, rows], col_rms [n, cols]: are updated for the next step.
-        start [rank, cols]: iterations begin with it instead of with q.
-        factor: `enum class Factor` in csrc/include/hybridep_codecs.h.
-        """
-        state = {"q": q, "row_rms": row_rms, "col_rms": col_rms}
-        device = self._device_of(a=a, other=other, payload=payload, sizes=sizes, start=start, **state)
-        is_bad = _bytes(a.shape[0], device)
-        shape = (q.shape[1], a.shape[1], a.shape[2])
-        with self._lane(device) as lane:
-            num_bytes = self._extension.low_rank_encode_scratch_bytes(a.shape[0], *shape, row_rms is not None)
-            settings = (sizes, *shape, factor, iterations, start, lane, _bytes(num_bytes, device), *state.values())
-            call(self._extension.low_rank_encode, source, a, other, *_size(a), *settings, *_place(payload), is_bad)
-        return is_bad
-
-    def low_rank_decode(self, payload: Tensor, out: Tensor, *, rank: int, factor: int, is_add: bool) -> None:
-        """Assign or add to out [n, rows, cols] the products of factors, summed over rank in order."""
-        sizes = (out.shape[0], rank, out.shape[1], out.shape[2])
-        device = self._device_of(out=out, payload=payload)
-        with self._lane(device) as lane:
-            scratch = _bytes(self._extension.low_rank_decode_scratch_bytes(*sizes), device)
-            call(self._extension.low_rank_decode, *_place(payload), *sizes, factor, is_add, lane, scratch, out)
-
-    def orthonormalise(self, p: Tensor) -> None:
-        """Make the rows of p [n, rank, rows] orthonormal, in place; replaces dependent rows by independent ones."""
-        with self._lane(self._device_of(p=p)) as lane:
-            call(self._extension.orthonormalise, p, *p.shape, lane)
-
-    def divide_by_gram(self, p: Tensor, q: Tensor) -> None:
-        """q [n, rank, cols] = (P P^T)^-1 q, in place, for p [n, rank, rows]; finite for dependent rows too."""
-        device, sizes = self._device_of(p=p, q=q), (*p.shape, q.shape[2])
-        with self._lane(device) as lane:
-            scratch = _bytes(self._extension.low_rank_encode_scratch_bytes(*sizes, False), device)
-            call(self._extension.divide_by_gram, p, q, *sizes, lane, scratch)
-
     def compact(self, values: Tensor, words: Tensor, seed: int) -> None:
         """Write the compact form of values [n, length] to words [n, blocks, words of a block] int16."""
         with self._lane(self._device_of(values=values, words=words)) as lane:

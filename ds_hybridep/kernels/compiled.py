@@ -30,14 +30,14 @@ class Routes:
     Rows are sorted by destination, then by token; a token whose slots share a destination has one row there.
     Example, T = 2, K = 2, experts 0 and 1 at destination 0, expert 2 at destination 1:
 
-        topk_idx = [[2, 0],     rows_per_destination = [2, 1]     slot_to_row       = [[2, 0],
+        topk_idx = [[2, 0],     rows_per_destination = (2, 1)     slot_to_row       = [[2, 0],
                     [1, 0]]     row_to_token  = [0, 1, 0]                              [1, 1]]
                                 row_topk_idx  = [[-1, 0],         first_slot_to_row = [[2, 0],
                                                  [1, 0],                               [1, -1]]
                                                  [2, -1]]
     """
 
-    rows_per_destination: Tensor  # [N] int64, sums to R: the send splits
+    rows_per_destination: tuple[int, ...]  # N, their sum is R: the send splits
     row_to_token: Tensor  # [R] int64
     row_topk_idx: Tensor  # [R, K] int32, expert ids of the row's token at the row's destination, -1 in other slots
     slot_to_row: Tensor  # [T, K] int64, the row that serves a slot, -1 if none does
@@ -73,7 +73,7 @@ class CompiledKernels:
         routes = (topk_idx, expert_to_destination, *sizes, num_destinations, num_chunks, chunk_rows)
         num_rows = call(extension.plan_count, *routes, rows_per_destination)
         plan = Routes(
-            rows_per_destination=rows_per_destination,
+            rows_per_destination=tuple(rows_per_destination.tolist()),
             row_to_token=torch.empty(num_rows, dtype=torch.int64),
             row_topk_idx=torch.empty(num_rows, top_k, dtype=torch.int32),
             slot_to_row=torch.empty(num_tokens, top_k, dtype=torch.int64),

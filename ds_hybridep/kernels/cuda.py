@@ -71,7 +71,7 @@ class CudaKernels(CompiledKernels):
                 raise ValueError(f"{name}: holds {found}, but there are {limit} {of_what}: wanted ids below {limit}")
         num_rows = sum(splits)
         return Routes(
-            rows_per_destination=counts[:num_destinations],
+            rows_per_destination=tuple(splits),
             row_to_token=row_to_token[:num_rows],
             row_topk_idx=row_topk_idx[:num_rows],
             slot_to_row=slot_to_row,

@@ -62,9 +62,9 @@ class ReferenceKernels:
         row_key = torch.where(is_owner, slot_destination, nowhere).reshape(-1)  # [T * K]
         counts = row_key.new_zeros(num_destinations + 1)
         counts.scatter_add_(0, row_key, torch.ones_like(row_key))
-        rows_per_destination = counts[:num_destinations]
         # Device-to-host sync on an accelerator: R is the size of the tensors that follow.
-        num_rows = int(rows_per_destination.sum())
+        rows_per_destination = tuple(counts[:num_destinations].tolist())
+        num_rows = sum(rows_per_destination)
         row_slot = torch.argsort(row_key, stable=True)[:num_rows]  # [R], flat index of the owner
         row_to_token = row_slot // top_k
 

@@ -35,6 +35,9 @@ DEFAULT_LEARNING_RATE = 1e-5
 # Memory traffic in bytes per element, fp32: encode reads a value, reads and writes a residual; decode adds to a sum.
 ENCODE_TRAFFIC = 3 * FP32_BYTES
 DECODE_TRAFFIC = 2 * FP32_BYTES
+# Low rank reads and writes tensors so many times, and multiplies them by one factor so many times: counted in a test.
+LOW_RANK_ENCODE_TRAFFIC, LOW_RANK_ENCODE_PRODUCTS = 37 * FP32_BYTES, 2 * ITERATIONS + 2
+LOW_RANK_DECODE_TRAFFIC, LOW_RANK_DECODE_PRODUCTS = 8 * FP32_BYTES, 1
 # Patches: encoding passes over values to count, to code and to remember them; decoding reads, changes and checks them.
 PATCH_ENCODE_TRAFFIC = 8 * PATCHED_BYTES
 PATCH_DECODE_TRAFFIC = 4 * PATCHED_BYTES
@@ -97,16 +100,15 @@ def token_codec(row_format: RowFormat | None, hidden: int, element_bytes: int) -
 
 def _seconds_per_element(packets: Packets, part: Part) -> tuple[float, float]:
     """Seconds per element to encode and to decode."""
-    encode_traffic, decode_traffic, rank, iterations = float(ENCODE_TRAFFIC), float(DECODE_TRAFFIC), 0, 0
     _, rows, cols = part
-    if isinstance(packets, LowRankSizes) and not packets.is_left_to_fallback(rows, cols):
-        rank, iterations = packets.effective_rank(rows, cols), ITERATIONS
-        encode_traffic += 2 * iterations * FP32_BYTES  # each iteration reads the matrix twice
-        if packets.rest is not None:
-            encode_traffic += ENCODE_TRAFFIC
-            decode_traffic += DECODE_TRAFFIC
-    product_s = 2 * rank / PRODUCT_FLOPS_PER_S  # for the product of the matrix and one factor
+    if not isinstance(packets, LowRankSizes) or packets.is_left_to_fallback(rows, cols):
+        return ENCODE_TRAFFIC / MEMORY_BYTES_PER_S, DECODE_TRAFFIC / MEMORY_BYTES_PER_S
+    encode_traffic, decode_traffic = LOW_RANK_ENCODE_TRAFFIC, LOW_RANK_DECODE_TRAFFIC
+    if packets.rest is not None:
+        encode_traffic += ENCODE_TRAFFIC
+        decode_traffic += DECODE_TRAFFIC
+    product_s = 2 * packets.effective_rank(rows, cols) / PRODUCT_FLOPS_PER_S  # of the matrix and one factor
     return (
-        max(encode_traffic / MEMORY_BYTES_PER_S, (2 * iterations + 1) * product_s),
-        max(decode_traffic / MEMORY_BYTES_PER_S, product_s),
+        max(encode_traffic / MEMORY_BYTES_PER_S, LOW_RANK_ENCODE_PRODUCTS * product_s),
+        max(decode_traffic / MEMORY_BYTES_PER_S, LOW_RANK_DECODE_PRODUCTS * product_s),
     )

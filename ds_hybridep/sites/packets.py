@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ds_hybridep.codecs import Codec
-from ds_hybridep.geometry.packets import MOST_LEAVES
+from ds_hybridep.geometry.packets import LEAST_LEAF, MOST_LEAVES
 from ds_hybridep.geometry.slots import Span
 from ds_hybridep.sync.error_feedback import ErrorFeedback
 from ds_hybridep.sync.home import Home
@@ -38,17 +38,18 @@ class OwnedSlice:
 
 
 def leaves_of(slices: Sequence[OwnedSlice]) -> list[OwnedSlice]:
-    """Cut slices into about `MOST_LEAVES` *leaves*, runs of whole spans of about the same size; the same on all sites.
+    """Cut slices into at most about `MOST_LEAVES` *leaves*, runs of whole spans of about the same size.
 
-    The packet of a leaf may leave before the others.
+    All sites cut in the same way.  The packet of a leaf may leave before the others.
     """
     total = sum(span.num_elements for one in slices for span in one.spans)
+    size = max(total / MOST_LEAVES, LEAST_LEAF)
     leaves = []
     for one in slices:
         begin = held = 0
         for end, span in enumerate(one.spans, 1):
             held += span.num_elements
-            if held * MOST_LEAVES >= total or end == len(one.spans):
+            if held >= size or end == len(one.spans):
                 leaves.append(OwnedSlice(one.spans[begin:end], one.tensors[begin:end], one.is_expert))
                 begin, held = end, 0
     return leaves

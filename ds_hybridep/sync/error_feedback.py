@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from ds_hybridep.codecs import Codec, CodecState, PacketOrder
+from ds_hybridep.codecs.batches import batches, encode_batch
 from ds_hybridep.codecs.compact import compact, compact_shape, expand, mix
 from ds_hybridep.geometry.slots import Span
 from ds_hybridep.sync.home import Home
@@ -65,16 +66,20 @@ class GradientSender:
         """
         message, packets = layout.new_message(self._home.device)
         left: list[tuple[_SentSpan, Tensor]] = []
-        for part, gradient, out in zip(layout.parts, gradients, packets, strict=True):
-            sent = self._before_change(part)
-            unscaled = part.as_matrices(gradient)
-            unscaled = unscaled / scale if scale != 1.0 else unscaled
-            residual = self._residual_of(part)
-            # Neighbouring vectors share a packet.  The state of the first one encodes it, and the others' count it.
-            layout.codec.encode_with_residual(unscaled, residual, sent[0].state, out=out)
-            for other in sent[1:]:
-                other.state.step += 1
-            left += self._stored(part, residual)  # now, so that only one part at a time is fp32 on the device
+        sent = [self._before_change(part) for part in layout.parts]
+        # Neighbouring vectors share a packet.  The state of the first one encodes it, and the others' count it.
+        states = [spans[0].state for spans in sent]
+        for batch in batches([part.matrices for part in layout.parts], [state.step for state in states]):
+            parts = [layout.parts[at] for at in batch]
+            unscaled = [part.as_matrices(gradients[at]) for at, part in zip(batch, parts, strict=True)]
+            unscaled = [one / scale for one in unscaled] if scale != 1.0 else unscaled
+            residuals = [self._residual_of(part) for part in parts]
+            of_batch = [states[at] for at in batch], [packets[at] for at in batch]
+            encode_batch(layout.codec.encode_with_residual, unscaled, residuals, *of_batch)
+            for part, residual in zip(parts, residuals, strict=True):
+                left += self._stored(part, residual)  # now, so that only one batch at a time is fp32 on the device
+        for other in (one for spans in sent for one in spans[1:]):
+            other.state.step += 1
         _keep(left)
         return message
 
@@ -104,7 +109,7 @@ class GradientSender:
     def _sent_span(self, part: PacketPart, span: Span) -> _SentSpan:
         if (found := self._sent.get(span)) is not None:
             return found
-        shape = (part.num_experts, part.rows, part.cols) if len(part.spans) == 1 else (1, 1, span.num_elements)
+        shape = part.matrices if len(part.spans) == 1 else (1, 1, span.num_elements)
         is_compact = part.dtype.itemsize == 2 and span.num_elements >= MIN_COMPACT
         stored = compact_shape(shape[0], shape[1] * shape[2]) if is_compact else shape
         residual = self._home.zeros(*stored, dtype=torch.int16 if is_compact else torch.float32)
@@ -145,8 +150,8 @@ class GradientSender:
     def _residual_of(self, part: PacketPart) -> Tensor:
         """Return the residual of a part on the device, fp32 [e, rows, cols], to be changed."""
         found = [self._expanded(self._sent[span]) for span in part.spans]
-        shape = part.num_experts, part.rows, part.cols
-        return found[0].view(shape) if len(found) == 1 else torch.cat([one.view(-1) for one in found]).view(shape)
+        whole = found[0] if len(found) == 1 else torch.cat([one.view(-1) for one in found])
+        return whole.view(part.matrices)
 
     def _stored(self, part: PacketPart, residual: Tensor) -> list[tuple[_SentSpan, Tensor]]:
         """Return a part's next residual, fp32 [e, rows, cols], as it is stored for each span."""

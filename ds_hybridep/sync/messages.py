@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from ds_hybridep.codecs import Codec, CodecState
+from ds_hybridep.codecs.batches import add_batch, batches
 from ds_hybridep.geometry.packets import ALIGNMENT_BYTES
 from ds_hybridep.geometry.slots import Span, shapes_of
 
@@ -49,12 +50,17 @@ class PacketPart:
         return math.prod(self.shape) // max(self.rows, 1)
 
     @property
+    def matrices(self) -> tuple[int, int, int]:
+        """[e, rows, cols], as a codec sees it."""
+        return self.num_experts, self.rows, self.cols
+
+    @property
     def fp32_bytes(self) -> int:
-        return 4 * self.num_experts * self.rows * self.cols
+        return 4 * math.prod(self.matrices)
 
     def as_matrices(self, tensor: Tensor) -> Tensor:
         """Turn [e, *shape] into [e, rows, cols] fp32, as a codec wants it."""
-        return tensor.float().reshape(self.num_experts, self.rows, self.cols)
+        return tensor.float().reshape(self.matrices)
 
 
 @dataclass(frozen=True)
@@ -93,12 +99,15 @@ class MessageLayout:
 
     def add(self, message: Tensor, sums: Sequence[Tensor], factor: float = 1.0) -> None:
         """Decode a message, and add what it holds, times `factor`, to `sums` ([e, *shape] fp32 for each part)."""
-        for part, packet, total in zip(self.parts, self.packets(message), sums, strict=True):
-            matrices = total.view(part.num_experts, part.rows, part.cols)
-            if factor == 1.0:
-                self.codec.decode_add(packet, matrices)
-            else:
-                matrices.add_(self.codec.decode(packet, torch.empty_like(matrices)), alpha=factor)
+        packets = self.packets(message)
+        matrices = [total.view(part.matrices) for part, total in zip(self.parts, sums, strict=True)]
+        for batch in self.batches:
+            add_batch(self.codec, [packets[at] for at in batch], [matrices[at] for at in batch], factor)
+
+    @cached_property
+    def batches(self) -> list[list[int]]:
+        """The places of parts that are decoded together."""
+        return batches([part.matrices for part in self.parts])
 
     @cached_property
     def _places(self) -> tuple[int, list[tuple[int, int, int]]]:
@@ -130,7 +139,7 @@ def packet_parts(spans: Iterable[Span], dtype: torch.dtype = torch.float32) -> t
 
 def split(flat: Tensor, parts: Sequence[PacketPart]) -> list[Tensor]:
     """Return views [e, *shape] of a flat slot, one for each part."""
-    sizes = [part.num_experts * part.rows * part.cols for part in parts]
+    sizes = [math.prod(part.matrices) for part in parts]
     pieces = zip(flat.split(sizes) if parts else (), parts, strict=True)
     return [piece.view(part.num_experts, *part.shape) for piece, part in pieces]
 

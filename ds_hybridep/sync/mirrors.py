@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from ds_hybridep.codecs import Codec, PacketOrder, PatchCodec
+from ds_hybridep.codecs.batches import add_batch, batches, encode_batch
 from ds_hybridep.errors import PacketError
 from ds_hybridep.sync.home import Home
 from ds_hybridep.sync.messages import NARROW, MessageLayout, copy_to, load_states
@@ -55,7 +56,7 @@ class Mirror:
 
     def __init__(self, layout: MessageLayout, home: Home, values: Sequence[Tensor] | None = None) -> None:
         self.layout, self.home = layout, home
-        shapes = [(part.num_experts, part.rows, part.cols) for part in layout.parts]
+        shapes = [part.matrices for part in layout.parts]
         self.values = [home.zeros(*shape) for shape in shapes] if values is None else list(values)
         self.states = [layout.codec.new_state(*shape, device=home.device) for shape in shapes]
 
@@ -67,12 +68,13 @@ class Mirror:
     def encode(self, weights: Sequence[Tensor]) -> list[Tensor]:
         """Return the uint8 message that brings every replica closer to `weights` ([e, *shape] for each part)."""
         message, packets = self.layout.new_message(self.home.device)
-        for part, weight, value, state, out in zip(
-            self.layout.parts, weights, self.values, self.states, packets, strict=True
-        ):
-            work = self.home.fetch(value)
-            self.layout.codec.encode_update(part.as_matrices(weight), work, state, out=out)
-            self.home.put(value, work)
+        for batch in batches([part.matrices for part in self.layout.parts], [one.step for one in self.states]):
+            matrices = [self.layout.parts[at].as_matrices(weights[at]) for at in batch]
+            work = [self.home.fetch(self.values[at]) for at in batch]
+            states, places = [self.states[at] for at in batch], [packets[at] for at in batch]
+            encode_batch(self.layout.codec.encode_update, matrices, work, states, places)
+            for at, one in zip(batch, work, strict=True):
+                self.home.put(self.values[at], one)
         return [message]
 
     def squared_distance(self, weights: Sequence[Tensor]) -> tuple[float, float]:
@@ -109,9 +111,7 @@ class Replica:
         self._weights = list(weights)
         self.home = home or Home(weights[0].device)
         self.values = [
-            weight.view(part.num_experts, part.rows, part.cols)
-            if weight.dtype == torch.float32
-            else self.home.zeros(part.num_experts, part.rows, part.cols)
+            weight.view(part.matrices) if weight.dtype == torch.float32 else self.home.zeros(*part.matrices)
             for part, weight in zip(layout.parts, weights, strict=True)
         ]
         self.order = PacketOrder()  # its `expected` is the encoder step of the next message
@@ -129,13 +129,17 @@ class Replica:
         packets = self.layout.packets(messages[0])
         self.order.check(packets[0])
         self.order.advance()
-        for packet, value, weight in zip(packets, self.values, self._weights, strict=True):
-            is_shared = value.data_ptr() == weight.data_ptr()
-            work = value if is_shared else self.home.fetch(value)
-            self.layout.codec.decode_add(packet, work)
-            if not is_shared:
-                self.home.put(value, work)
-                weight.copy_(work.view(weight.shape))
+        for batch in self.layout.batches:
+            is_shared = [self.values[at].data_ptr() == self._weights[at].data_ptr() for at in batch]
+            work = [
+                self.values[at] if shared else self.home.fetch(self.values[at])
+                for at, shared in zip(batch, is_shared, strict=True)
+            ]
+            add_batch(self.layout.codec, [packets[at] for at in batch], work, 1.0)
+            for at, shared, value in zip(batch, is_shared, work, strict=True):
+                if not shared:
+                    self.home.put(self.values[at], value)
+                    self._weights[at].copy_(value.view(self._weights[at].shape))
         return list(messages)
 
     def state_dict(self) -> dict[str, Any]:

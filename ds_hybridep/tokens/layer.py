@@ -161,7 +161,7 @@ class HybridMoE:
         with profiler_range("experts", self.name):
             held = [expert for slot in self.held.by_slot for expert in slot]
             routes = self.kernels.plan_routes(row_idx, self.held.table, len(held))  # each expert is a destination here
-            splits = routes.rows_per_destination.tolist()
+            splits = routes.rows_per_destination
             self.stats.rows_computed += sum(splits)
             # A re-entrant checkpoint runs its first forward without gradients.
             is_recomputation = torch._C._current_graph_task_id() != -1  # inside a running backward
@@ -173,10 +173,10 @@ class HybridMoE:
                 row_weights = torch.ones_like(row_weights)
             # Split the rows by call.  A call is of one expert, or of all experts of a slot.
             is_grouped = len(self.experts) < self.num_local
-            counts: list[list[int]] = []
+            counts: list[tuple[int, ...]] = []
             for slot in self.held.by_slot:
                 of_slot, splits = splits[: len(slot)], splits[len(slot) :]
-                counts += [of_slot] if is_grouped else [[count] for count in of_slot]
+                counts += [of_slot] if is_grouped else [(count,) for count in of_slot]
             if weights_by_slot is None:
                 weights: list[dict[str, Tensor]] = [{} for _ in counts]
             else:
@@ -234,8 +234,7 @@ def dispatch(
         [R, K] fp32, and the state that `combine` takes.
     """
     routes = exchange.kernels.plan_routes(topk_idx, exchange.expert_to_destination, len(exchange.ranks))
-    # A device-to-host sync: split sizes must be Python ints before the exchange starts.
-    send_splits = tuple(routes.rows_per_destination.tolist())
+    send_splits = routes.rows_per_destination
     with torch.no_grad():
         recv_splits, *arrived = exchange_rows(exchange, routes, send_splits, x, topk_weights=topk_weights)
     state = DispatchState(exchange=exchange, routes=routes, send_splits=send_splits, recv_splits=recv_splits)

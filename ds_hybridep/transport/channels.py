@@ -259,7 +259,7 @@ class Channel:
             self._post(transfer, (), pinned.receives)
         if self.is_background:
             transfer.add()
-            self._hand_over(transfer)
+            self._hand_over(transfer, streams)
         elif not self.has_equal_lengths:
             # Blocking costs nothing: the caller waits for a foreground transfer next, and the peers block here too.
             with self.transport.exposed(transfer.purpose):
@@ -267,15 +267,18 @@ class Channel:
 
     # -- the thread -------------------------------------------------------------------------------------------------
 
-    def _hand_over(self, transfer: Transfer) -> None:
+    def _hand_over(self, transfer: Transfer, streams: DeviceStreams) -> None:
         if self._thread is None:
             # A thread that comes back from C++ while the interpreter ends would abort it.
             atexit.register(self._end_thread)
-            self._thread = threading.Thread(target=self._run, name=f"hybridep-{self.name}", daemon=True)
+            self._thread = threading.Thread(
+                target=self._run, args=[streams], name=f"hybridep-{self.name}", daemon=True
+            )
             self._thread.start()
         self._waiting.put(transfer)
 
-    def _run(self) -> None:
+    def _run(self, streams: DeviceStreams) -> None:
+        streams.choose_device()
         while (transfer := self._waiting.get()) is not None:
             try:
                 if self._failure is not None:

@@ -51,6 +51,10 @@ class DeviceStreams:
     def new_stream(self) -> Any:
         return self._api.Stream(self.device)
 
+    def choose_device(self) -> None:
+        """Let the calling thread use this device; by default a thread makes memory on the first one."""
+        self._api.set_device(self.device)
+
     @contextmanager
     def within(self, stream: Any, *, after: Mark = None) -> Iterator[None]:
         """Run the body's work in `stream`, after the mark `after` and the work that is queued there."""

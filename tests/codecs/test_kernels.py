@@ -14,10 +14,8 @@ from hypothesis import given, settings
 from on_device import on_cuda
 
 from ds_hybridep.codecs import interface
-from ds_hybridep.codecs.low_rank import divide_by_gram, orthonormal
 from ds_hybridep.codecs.packet import non_finite
 from ds_hybridep.errors import PacketError
-from ds_hybridep.geometry.packets import LARGEST_RANK
 from ds_hybridep.kernels import Source, build
 from ds_hybridep.kernels import codecs as codecs_module
 
@@ -42,7 +40,7 @@ def compiled_codecs(request):
         yield chosen
 
 
-# Their encoding multiplies matrices, in an order of its own; what they decode is the same to the bit.
+# Low rank multiplies with torch, and has kernels for its rest only.
 SAME_BYTES = {name: spec for name, spec in SPECS.items() if not name.startswith("low_rank")}
 
 
@@ -128,35 +126,6 @@ def test_decoding_equals_the_definition_bit_for_bit(name, num_threads):
     torch.set_num_threads(before)
 
 
-@pytest.mark.parametrize("shape", [(2, 3, 200), (1, 8, 8), (3, 5, 33), (1, 1, 1)], ids=str)
-def test_orthonormal_rows_span_what_the_definition_spans(compiled_codecs, shape):
-    p, wanted = normal(*shape), orthonormal(normal(*shape))
-    compiled_codecs.orthonormalise(p)
-    assert (p @ p.transpose(1, 2) - torch.eye(shape[1])).abs().max() < 1e-6
-    torch.testing.assert_close(
-        p.transpose(1, 2) @ p, wanted.transpose(1, 2) @ wanted, rtol=0, atol=1e-5
-    )  # projections
-
-
-@pytest.mark.parametrize("scale", [0.0, 1e-40, 1e-30, 1.0, 1e30])
-def test_dependent_rows_become_orthonormal(compiled_codecs, scale):
-    p = torch.ones(2, 6, 1) @ normal(2, 1, 9) * scale
-    p[:, 3] = 0
-    compiled_codecs.orthonormalise(p)
-    assert (p @ p.transpose(1, 2) - torch.eye(6)).abs().max() < 1e-6
-
-
-def test_division_by_the_gram_matrix_equals_the_definition(compiled_codecs):
-    kernels, p, q = compiled_codecs, normal(2, 4, 50), normal(2, 4, 30, seed=1)
-    wanted = divide_by_gram(q, p)
-    kernels.divide_by_gram(p, q)
-    torch.testing.assert_close(q, wanted, rtol=1e-4, atol=1e-6)
-    p[:, 2] = p[:, 1]
-    p[:, 3] = 0
-    kernels.divide_by_gram(p, q)
-    assert q.isfinite().all()
-
-
 @pytest.mark.parametrize("compiled_codecs", NOT_EMULATED, indirect=True)
 @pytest.mark.parametrize("name", SPECS)
 def test_packets_do_not_depend_on_threads(name):
@@ -178,21 +147,15 @@ def test_tensors_on_two_devices_and_bytes_that_lie_apart_are_refused(compiled_co
     codecs, x, payload = compiled_codecs, normal(2, 4, 8), torch.zeros(2, 64, dtype=torch.uint8)
     far, far_x, apart = payload.to("meta"), x.to("meta"), torch.zeros(64, 2, dtype=torch.uint8).t()
     headers = {"start": 0, "number": 0, "sequence": 0, "stamp": 0, "is_bad": far[:, 0]}
-    low_rank = {"sizes": None, "q": x, "row_rms": None, "col_rms": None, "start": None, "factor": 0, "iterations": 1}
-    encode_low_rank = partial(codecs.low_rank_encode, Source.ENCODE, x, None, payload)
     elsewhere, strides = "on device meta, wanted cpu, where", r"strides \(1, 2\), wanted bytes side by side"
     refused = [
         (f"other: {elsewhere}", partial(codecs.prepare, Source.UPDATE, x, far_x)),
-        (f"q: {elsewhere}", partial(codecs.divide_by_gram, x, far_x)),
         (f"is_bad: {elsewhere}", partial(codecs.write_headers, payload, **headers)),
     ]
-    for name in ("sizes", "q", "row_rms", "col_rms", "start"):
-        refused.append((f"{name}: {elsewhere} a is", partial(encode_low_rank, **{**low_rank, name: far_x})))
     for bad, a, out in ((far, f"{elsewhere} a is", f"{elsewhere} out is"), (apart, strides, strides)):
         refused += [
             (f"payload: {a}", partial(codecs.blockwise_encode, Source.ENCODE, x, None, bad, bits=4, block=32)),
             (f"payload: {out}", partial(codecs.blockwise_decode, bad, x, bits=4, block=32, is_add=True)),
-            (f"payload: {out}", partial(codecs.low_rank_decode, bad, x, rank=1, factor=0, is_add=True)),
         ]
     for message, call in refused:
         with pytest.raises(ValueError, match=message):
@@ -243,59 +206,6 @@ def test_packets_whose_bytes_lie_apart_are_refused(kernels, spec):
     codec.decode(apart.contiguous(), torch.zeros(SHAPE_OF_PACKETS))
 
 
-LOW_RANKS = [
-    {"type": "low_rank", "rank": rank, "factors": factors}
-    for rank, factors in [(1, "int4"), (5, "log4"), (7, "int4"), (13, "log4"), (35, "int4")]
-]
-
-
-def low_rank_cases():
-    """Each rank with each shape; under emulation, where one takes seconds, each rank with one shape."""
-    shapes = [(2, 130, 64), (3, 61, 203), (1, 200, 77)]
-    for place, spec in enumerate(LOW_RANKS):
-        for at, shape in enumerate(shapes):
-            for kernels in ("compiled", "emulated", "cuda"):
-                marks = [pytest.mark.gpu] if kernels == "cuda" else []
-                marks += [pytest.mark.slow] if kernels == "emulated" and at != (place + 1) % 3 else []
-                name = f"{kernels}-{spec['rank']}-{spec['factors']}-{shape}"
-                yield pytest.param(kernels, spec, shape, marks=marks, id=name)
-
-
-@pytest.mark.parametrize(("compiled_codecs", "spec", "shape"), list(low_rank_cases()), indirect=["compiled_codecs"])
-def test_low_rank_leaves_as_much_as_the_definition(spec, shape):
-    """Products round in another order, which may move a factor's code; the error that is left stays the same."""
-    x = normal(shape[0], shape[1], 6) @ normal(shape[0], 6, shape[2], seed=1) + 0.1 * normal(*shape, seed=2)
-    left = []
-    for kernels in ("compiled", "reference"):
-        codec, mirror = make_codec(spec, kernels=kernels), torch.zeros(shape)
-        state, residual = codec.new_state(*shape), normal(*shape, seed=3) * 0.1
-        other_state = codec.new_state(*shape)
-        for _ in range(3):
-            codec.encode_update(x, mirror, state)
-            codec.encode_with_residual(x, residual, other_state)
-        left.append([float((x - mirror).norm()), float(residual.norm())])
-    # Of noise that is the same in all directions, another one may be taken; with few bits that shows.
-    assert left[0] == pytest.approx(left[1], rel=0.05)
-
-
-@pytest.mark.parametrize("compiled_codecs", ["emulated", CUDA], indirect=True)
-@pytest.mark.parametrize("shape", [(1, 131, 130945), (9, 2, 2**20)], ids=["chunks of several tiles", "several turns"])
-@pytest.mark.slow  # under emulation
-def test_low_rank_of_wide_tensors_leaves_as_much_as_on_the_cpu(compiled_codecs, shape):
-    n, rows, cols = shape
-    x = normal(n, rows, 2) @ normal(n, 2, cols, seed=1) + 0.1 * normal(*shape, seed=2)
-    left = []
-    for kernels in (compiled_codecs, build.load_codec_kernels("compiled")):
-        residual, payload = torch.zeros(shape), torch.empty(n, 8 * (rows + cols), dtype=torch.uint8)
-        kernels.low_rank_encode(
-            *(Source.RESIDUAL, x, residual, payload),
-            **{"sizes": None, "row_rms": None, "col_rms": None, "start": None, "factor": 0, "iterations": 1},
-            q=normal(n, 2, cols, seed=3),
-        )
-        left.append([float(one.norm()) for one in residual])
-    assert left[0] == pytest.approx(left[1], rel=1e-4, abs=1e-2)
-
-
 GUARD_BYTES = 4096
 
 
@@ -311,37 +221,12 @@ def test_kernels_stay_inside_their_scratch(compiled_codecs, monkeypatch):
 
     monkeypatch.setattr(codecs_module, "_bytes", guarded)
     shape = (2, 61, 70)
-    for spec in (*SPECS.values(), *LOW_RANKS):
+    for spec in SPECS.values():
         codec, x = make_codec(spec, kernels="compiled"), normal(*shape)
         codec.decode(codec.encode_with_residual(x, normal(*shape), codec.new_state(*shape)), x)
-    compiled_codecs.divide_by_gram(normal(2, 5, 33), normal(2, 5, 70))
     new, held, payload = normal(5001).bfloat16(), normal(5001, seed=1).bfloat16(), torch.empty(11_000).byte()
     num_bytes, _ = compiled_codecs.patch_encode(new, held.clone(), payload, mantissa_bits=7)
     compiled_codecs.patch_decode(payload[:num_bytes], held, mantissa_bits=7)
     assert torch.equal(held, new)
-    assert len(taken) > 50
+    assert len(taken) > 20
     assert all((memory[-GUARD_BYTES:] == 0xA5).all() for memory in taken)
-
-
-@pytest.mark.parametrize("weighted", [False, True])
-@pytest.mark.parametrize(
-    ("n", "rows", "cols"),
-    [(1, 14336, 4096), (8, 4096, 14336), (1, 151936, 4096), (1, 4096, 151936)],
-    ids=["expert", "eight experts", "embedding", "head"],
-)
-@pytest.mark.parametrize("compiled_codecs", ["emulated", CUDA], indirect=True)
-def test_low_rank_needs_little_memory_beside_large_tensors(compiled_codecs, n, rows, cols, weighted):
-    """A sum for each 64 rows and each column of Q took rank / 64 times the tensors: 0.94 GB for one expert."""
-    extension = getattr(compiled_codecs, "_kernels", compiled_codecs)._extension
-    before = 4 * n * (rows // 64) * LARGEST_RANK * cols
-    assert before / (4 * n * rows * cols) == LARGEST_RANK / 64
-    scratch = extension.low_rank_encode_scratch_bytes(n, LARGEST_RANK, rows, cols, weighted)
-    factors = 4 * n * LARGEST_RANK * (rows + cols)
-    assert scratch < 2.2 * factors + 2**26 < before / 8
-    assert scratch < 4 * n * rows * cols / 4
-
-
-def test_a_state_of_another_shape_is_refused_before_the_kernel_reads_it():
-    codec = make_codec(LOW_RANKS[2], kernels="compiled")
-    with pytest.raises(AssertionError, match=r"state: holds q of shape \(2, 7, 64\), wanted \(3, 7, 64\)"):
-        codec.encode(normal(3, 130, 64), codec.new_state(2, 130, 64))

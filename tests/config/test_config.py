@@ -224,7 +224,7 @@ def test_a_codec_keeps_its_options():
         ({"type": "low_rank", "rest": 3}, ".rest is 3, but must be an object"),
         ({"type": "low_rank", "ratio": 20, "rank": 4}, ".rank is 4, but ratio is 20; leave out one of them"),
         ({"type": "low_rank", "ratio": 1}, ".ratio is 1, but must be greater than 1"),
-        ({"type": "low_rank", "factors": "int9"}, ".factors is \"int9\", but must be 'int4', 'log4' or 'integer'"),
+        ({"type": "low_rank", "factors": "log4"}, ".factors is no longer a key: factors are integers of 4 bits"),
         ({"type": "int8", "block": 100}, ".block is 100, but must be 8, 16"),
     ],
     ids=str,
@@ -326,8 +326,8 @@ def test_the_recommended_set_is_made_of_codecs_once_the_type_is_known(itemsize):
 def test_codecs_are_described_with_one_line_for_each_kind_and_level():
     config = parse({"levels": [{**DC, "codecs": "recommended"}, {**GPU, "gradient_codec": "int8"}]}).with_dtype(2)
     gradient, dense_gradient = (recommended_codecs(2)[kind].name for kind in (1, 3))
-    assert gradient == "low_rank factors log4 ratio 50 weighting rms"
-    assert dense_gradient == "low_rank factors log4 ratio 50 rest int2 block 64 weighting rms"
+    assert gradient == "low_rank ratio 50 weighting rms"
+    assert dense_gradient == "low_rank ratio 50 rest int2 block 64 weighting rms"
     assert config.describe_codecs() == (
         "weights patch over dc",
         f"gradients {gradient} over dc",

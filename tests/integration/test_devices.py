@@ -49,7 +49,7 @@ CODECS: tuple[Any, ...] = (
     "int8",
     "int2",
     {"type": "low_rank", "rank": 2},
-    {"type": "low_rank", "rank": 2, "weighting": "rms", "factors": "log4"},
+    {"type": "low_rank", "rank": 2, "weighting": "rms"},
     {"type": "low_rank", "rest": "int4"},
 )
 
@@ -134,7 +134,7 @@ def test_the_way_of_a_token_stays_on_the_device() -> None:
     x = torch.empty(num_tokens, hidden, device=DEVICE, dtype=torch.bfloat16, requires_grad=True)
     weights = torch.empty(num_tokens, top_k, device=DEVICE, requires_grad=True)
     routes = Routes(
-        rows_per_destination=torch.empty(2, dtype=torch.int64, device=DEVICE),
+        rows_per_destination=send_splits,
         row_to_token=torch.empty(sum(send_splits), dtype=torch.int64, device=DEVICE),
         row_topk_idx=torch.empty(sum(send_splits), top_k, dtype=torch.int32, device=DEVICE),
         slot_to_row=torch.empty(num_tokens, top_k, dtype=torch.int64, device=DEVICE),

@@ -57,4 +57,6 @@ def cuda_machine(monkeypatch, tmp_path):
     monkeypatch.delenv("TORCH_CUDA_ARCH_LIST", raising=False)
     (tmp_path / "bin").mkdir()
     (tmp_path / "bin" / "nvcc").touch()
+    (tmp_path / "include").mkdir()
+    (tmp_path / "include" / "cuda_runtime.h").touch()
     return machine

@@ -79,6 +79,9 @@ def test_what_stands_in_the_way_of_cuda_kernels_is_named(monkeypatch, tmp_path):
     assert "nvcc was not found" in builder.why_not(ahead_of_time=True)
     (tmp_path / "bin").mkdir()
     (tmp_path / "bin" / "nvcc").touch()
+    assert "has nvcc, but not include/cuda_runtime.h; set CUDA_HOME" in builder.why_not(ahead_of_time=True)
+    (tmp_path / "include").mkdir()
+    (tmp_path / "include" / "cuda_runtime.h").touch()
     assert builder.why_not(ahead_of_time=True) is None
     assert HybridEPBuilder("cpu").why_not() is None
 

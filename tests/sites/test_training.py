@@ -507,7 +507,9 @@ def test_local_steps_send_the_weights_of_a_domain_once_for_each_step(
     options = {"ep_size": 2, "dtype": "fp16", "overflow_at": overflow_at}
     alone = ForkedJob(tmp_path, "alone", 2, block=inside, **options)
     both = block(meeting, tmp_path, sites={"every": 2}, **inside)
-    jobs = [ForkedJob(tmp_path, name, 2, site=name, block=both, first_rank=2 * i, **options) for i, name in enumerate("ab")]
+    jobs = [
+        ForkedJob(tmp_path, name, 2, site=name, block=both, first_rank=2 * i, **options) for i, name in enumerate("ab")
+    ]
     try:
         (wanted, _), *sites = (job.records() for job in (alone, *jobs))
     finally:

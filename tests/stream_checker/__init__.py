@@ -238,6 +238,9 @@ class FakeCuda:
     def Event(self, *, blocking: bool = False) -> FakeEvent:
         return FakeEvent(self, blocking)
 
+    def set_device(self, _device: Any) -> None:
+        """There is one."""
+
     def current_stream(self, _device: Any = None) -> FakeStream:
         return getattr(self._current, "stream", self._main)
 

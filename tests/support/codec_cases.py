@@ -8,7 +8,7 @@ from pydantic import TypeAdapter
 from ds_hybridep import codecs
 from ds_hybridep.config_codecs import WeightCodec
 
-BALANCED = {"type": "low_rank", "factors": "log4", "weighting": "rms"}
+BALANCED = {"type": "low_rank", "weighting": "rms"}
 SPECS = {
     "int8": "int8",
     "int4": "int4",
@@ -21,9 +21,6 @@ SPECS = {
     "low_rank_rest": {"type": "low_rank", "rank": 2, "rest": "int2"},
     "low_rank_rms_rest": {**BALANCED, "rank": 5, "rest": {"type": "int4", "block": 32}},
     "low_rank_ratio": {**BALANCED, "ratio": 20},
-    "integer": {"type": "low_rank", "factors": "integer", "rank": 6},
-    "integer_rms_rest": {**BALANCED, "factors": "integer", "rank": 5, "rest": "int2"},
-    "integer_ratio": {**BALANCED, "factors": "integer", "ratio": 20},
 }
 
 # Even and odd lengths, one block and many, less than a block, vectors, and nothing at all.

@@ -77,5 +77,5 @@ SETTINGS = [
     *({"type": name, "block": block} for name in ("int8", "int4", "int2") for block in (8, 128, 1024)),
     *({"type": "low_rank", "ratio": ratio} for ratio in (2, 50, 1000)),
     {"type": "low_rank", "rank": 7},
-    {"type": "low_rank", "ratio": 50, "factors": "log4", "weighting": "rms", "rest": {"type": "int2", "block": 64}},
+    {"type": "low_rank", "ratio": 50, "weighting": "rms", "rest": {"type": "int2", "block": 64}},
 ]

@@ -202,7 +202,7 @@ def sum_small_numbers(codec: Any, owners: bool, num_sums: int) -> list[float]:
     ("codec", "owners"),
     [
         ("int4", True),
-        slow({"type": "low_rank", "ratio": 8, "factors": "log4", "weighting": "rms"}, False),
+        slow({"type": "low_rank", "ratio": 8, "weighting": "rms"}, False),
         slow("int4", False),
         slow({"type": "low_rank", "ratio": 8}, True),
     ],
