@@ -30,12 +30,12 @@ from torch import Tensor
 
 from ds_hybridep.geometry.packets import LARGEST_RANK
 
-LEVELS = 16
-LARGEST = LEVELS - 1
+LARGEST = 15  # of the odd integers
 STEP = 0.335  # of the rms: the best for 16 equal steps of normally distributed values
 SHIFT = 19  # of the 13 bits of a scale in fp32
 LARGEST_CODE = (0x7F800000 >> SHIFT) - 1  # of a finite scale
 BASES_BYTES = 4
+LARGEST_BYTE = 255
 SMALLEST_SIZE = 1e-3  # of the largest: what is smaller is not made larger when sizes are shared out
 TINY = 1e-30  # in place of zero in a division
 RIDGE = 1e-6  # of the mean of a Gram matrix's diagonal: added to it, so that a solution for dependent rows is finite
@@ -43,18 +43,21 @@ RIDGE = 1e-6  # of the mean of a Gram matrix's diagonal: added to it, so that a 
 
 def write_integers(
     p: Tensor, q: Tensor, x: Tensor, *, row_weight: Tensor, col_weight: Tensor, payload: Tensor
-) -> Tensor:
-    """Write factors of x, and return the q [n, rank, cols] from which the next step starts.
+) -> tuple[Tensor, Tensor]:
+    """Write factors of x.
+
+    Returns the q [n, rank, cols] from which the next step starts, and [n] bool: values might leave fp32.
 
     p, q: orthonormal rows [n, rank, rows], and p x [n, rank, cols] with columns divided by their weights.
     x: [n, rows, cols] fp32, rows divided by their weights, its largest element about 1.
     row_weight, col_weight: [n, rows] and [n, cols].
     payload: [n, bytes] uint8.
     """
-    mix = _rotation(p.shape[1], p.device)
+    _, rank, rows = p.shape
+    mix = _rotation(rank, p.device)
     size = q.square().sum(dim=2, keepdim=True).sqrt_()
     size = size.maximum(SMALLEST_SIZE * size.amax(dim=1, keepdim=True)).clamp_(min=TINY).sqrt_()
-    p, q = torch.matmul(mix, p * size), torch.matmul(mix, q / size)
+    p, q = torch.bmm(mix * size.mT, p), torch.bmm(mix / size.mT, q)
     p_odd, p_scales = _quantise(p, row_weight, torch.bmm(q, q.mT))
     # The best Q for this P.
     p = p_odd * (_scale(p_scales) / row_weight).unsqueeze(1)
@@ -64,11 +67,16 @@ def write_integers(
     codes = torch.cat([p_odd.flatten(1), q_odd.flatten(1)], dim=1).add_(LARGEST).div_(2).to(torch.uint8)
     if codes.shape[1] % 2:
         codes = torch.nn.functional.pad(codes, (0, 1))
-    bases, scales = zip(*(_based(one) for one in (p_scales, q_scales)), strict=True)
-    said = torch.cat([codes[:, ::2] | codes[:, 1::2] << 4, *bases, *scales], dim=1)
+    largest = [one.amax(dim=1, keepdim=True) for one in (p_scales, q_scales)]
+    bases = [(one - LARGEST_BYTE).clamp_(min=0) for one in largest]
+    scales = [(one - base).clamp_(min=0) for one, base in zip((p_scales, q_scales), bases, strict=True)]
+    words = torch.cat(bases, dim=1).to(torch.int16).view(torch.uint8)
+    said = torch.cat([codes[:, ::2] | codes[:, 1::2] << 4, words, torch.cat(scales, dim=1).to(torch.uint8)], dim=1)
     payload[:, : said.shape[1]] = said
     payload[:, said.shape[1] :] = 0
-    return q
+    row_scale, col_scale = map(_scale, largest)
+    bound = row_scale * (rank * LARGEST**2) * col_scale.clamp_(min=1.0)
+    return q, ~bound.isfinite().squeeze(1)
 
 
 def read_integers(payload: Tensor, rank: int, rows: int, cols: int) -> Tensor:
@@ -83,18 +91,13 @@ def read_integers(payload: Tensor, rank: int, rows: int, cols: int) -> Tensor:
     return torch.bmm(p.mT, q).mul_(row_scale.unsqueeze(2)).mul_(col_scale.unsqueeze(1))
 
 
-def integers_overflow(payload: Tensor, rank: int, rows: int, cols: int) -> Tensor:
-    """Return [n] bool: values might leave fp32."""
-    scales = _read_scales(payload[:, -(-rank * (rows + cols) // 2) :], rows, cols)
-    row_scale, col_scale = (one.amax(dim=1) for one in scales)
-    return ~(row_scale * (rank * LARGEST**2) * col_scale.clamp(min=1.0)).isfinite()
-
-
 def _read_scales(payload: Tensor, rows: int, cols: int) -> tuple[Tensor, Tensor]:
     """Return the scales of rows [n, rows] and of columns [n, cols]; payload: what follows the codes."""
     wide = payload[:, : BASES_BYTES + rows + cols].int()
     bases, scales = wide[:, :BASES_BYTES:2] | wide[:, 1:BASES_BYTES:2] << 8, wide[:, BASES_BYTES:]
-    return _scale(scales[:, :rows], bases[:, :1]), _scale(scales[:, rows:], bases[:, 1:])
+    row_scales, col_scales = scales[:, :rows], scales[:, rows:]
+    row_codes = (row_scales + bases[:, :1]).mul_(row_scales > 0)  # a byte of 0 is a scale of 0
+    return _scale(row_codes), _scale((col_scales + bases[:, 1:]).mul_(col_scales > 0))
 
 
 def _quantise(v: Tensor, weight: Tensor, gram: Tensor) -> tuple[Tensor, Tensor]:
@@ -105,7 +108,7 @@ def _quantise(v: Tensor, weight: Tensor, gram: Tensor) -> tuple[Tensor, Tensor]:
     """
     rms = v.square().mean(dim=1, keepdim=True).sqrt()
     step = (STEP * rms).minimum(v.abs().amax(dim=1, keepdim=True) / (LARGEST / 2))
-    odd = (v / step.clamp(min=TINY)).add_(LEVELS / 2).floor_().clamp_(0, LARGEST).mul_(2).sub_(LARGEST)
+    odd = (v / step.clamp(min=TINY)).floor_().mul_(2).add_(1).clamp_(-LARGEST, LARGEST)
     across = torch.bmm(gram, odd)
     linear, square = (across * v).sum(dim=1, keepdim=True), (across * odd).sum(dim=1, keepdim=True)
     scale = linear / square.clamp(min=TINY)
@@ -124,8 +127,7 @@ def _solve(gram: Tensor, q: Tensor) -> Tensor:
 def cholesky(gram: Tensor) -> Tensor:
     """Return Cholesky factors of gram [n, rank, rank]; the unit matrix where rounding has made it indefinite."""
     factor, failed = torch.linalg.cholesky_ex(gram)
-    unit = torch.eye(gram.shape[1], dtype=gram.dtype, device=gram.device)
-    return torch.where((failed > 0)[:, None, None], unit, factor)
+    return torch.where(failed.bool().view(-1, 1, 1), _unit(gram.shape[1], gram.device), factor)
 
 
 def _code(scale: Tensor) -> Tensor:
@@ -134,14 +136,8 @@ def _code(scale: Tensor) -> Tensor:
     return ((bits + (1 << (SHIFT - 1))) >> SHIFT).clamp(max=LARGEST_CODE)
 
 
-def _scale(codes: Tensor, base: Tensor | int = 0) -> Tensor:
-    return torch.where(codes > 0, (codes + base) << SHIFT, 0).view(torch.float32)
-
-
-def _based(codes: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the base [n, 2] of codes [n, m] as two bytes, and what is left of codes, uint8."""
-    base = (codes.amax(dim=1, keepdim=True) - 255).clamp(min=0)
-    return torch.cat([base & 255, base >> 8], dim=1).to(torch.uint8), (codes - base).clamp(min=0).to(torch.uint8)
+def _scale(codes: Tensor) -> Tensor:
+    return (codes << SHIFT).view(torch.float32)
 
 
 @lru_cache(maxsize=LARGEST_RANK)
@@ -149,6 +145,11 @@ def _rotation(rank: int, device: torch.device) -> Tensor:
     """Return an orthogonal matrix; only encoders use it."""
     factor: Tensor = torch.linalg.qr(fixed_normal(rank, rank, rank)).Q
     return factor.to(device)
+
+
+@lru_cache(maxsize=LARGEST_RANK)
+def _unit(rank: int, device: torch.device) -> Tensor:
+    return torch.eye(rank, dtype=torch.float32, device=device)
 
 
 def fixed_normal(seed: int, rows: int, cols: int) -> Tensor:

@@ -31,13 +31,7 @@ import torch
 from torch import Tensor
 
 from ds_hybridep.codecs.blockwise import Blockwise
-from ds_hybridep.codecs.integer_factors import (
-    cholesky,
-    fixed_normal,
-    integers_overflow,
-    read_integers,
-    write_integers,
-)
+from ds_hybridep.codecs.integer_factors import TINY, cholesky, fixed_normal, read_integers, write_integers
 from ds_hybridep.codecs.interface import Codec, CodecState, assign_or_add
 from ds_hybridep.config_codecs import BlockwiseConfig, LowRankConfig
 from ds_hybridep.geometry.packets import ITERATIONS, LowRankSizes, packets_of
@@ -131,20 +125,19 @@ class LowRank(Codec):
         self, x: Tensor, sizes: Tensor, state: CodecState, payload: Tensor
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Write the factors of x to payload.  Returns [n] bool, overflows, and the next tensors of the state."""
-        n, rows, cols = x.shape
         # Squares of products must stay within fp32; a power of two changes no bits.
         unit = x.flatten(1).abs().amax(dim=1, keepdim=True).clamp(min=SMALLEST_UNIT).log2().floor().exp2()
         row_weight, col_weight, found = self._weights(sizes, unit, state)
         row_weight = row_weight * unit
         x = x / row_weight.unsqueeze(2)
 
-        q = self._start(state, n)
+        q = self._start(state, len(x))
         for _ in range(ITERATIONS):
             p = orthonormal(torch.bmm(q / col_weight.unsqueeze(1), x.mT))
             q = torch.bmm(p, x) / col_weight.unsqueeze(1)
-        q = write_integers(p, q, x, row_weight=row_weight, col_weight=col_weight, payload=payload)
-
-        is_overflow = integers_overflow(payload, p.shape[1], rows, cols) | ~q.isfinite().flatten(1).all(dim=1)
+        weights = {"row_weight": row_weight, "col_weight": col_weight}
+        q, is_overflow = write_integers(p, q, x, **weights, payload=payload)
+        is_overflow |= ~q.isfinite().flatten(1).all(dim=1)
         payload.masked_fill_(is_overflow[:, None], 0)  # what it leaves to `rest` must be finite
         return is_overflow, {"q": q, **found}
 
@@ -199,9 +192,9 @@ def orthonormal(p: Tensor) -> Tensor:
 
     This is Cholesky's method.  Rows that depend on others become shorter: they are what rounding has left of them.
     """
-    _, rank, rows = p.shape
     size = p.square().sum(dim=2, keepdim=True).sqrt_()
-    p = torch.where(size > 0, p / size, torch.eye(rank, rows, dtype=p.dtype, device=p.device))
+    p = p / size.clamp(min=TINY)
+    p.diagonal(dim1=1, dim2=2).add_((size == 0).squeeze(2))
     gram = torch.bmm(p, p.mT)
     gram.diagonal(dim1=1, dim2=2).add_(RIDGE)
     found: Tensor = torch.linalg.solve_triangular(cholesky(gram), p, upper=False)
