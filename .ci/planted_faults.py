@@ -78,8 +78,8 @@ FAULTS = (
     Fault(
         "a residual is dropped",
         "sync/error_feedback.py",
-        "layout.codec.encode_with_residual(unscaled, residual, sent",
-        "layout.codec.encode_with_residual(unscaled, residual.zero_(), sent",
+        "encode_batch(layout.codec.encode_with_residual, unscaled, residuals, *of_batch)",
+        "encode_batch(layout.codec.encode_with_residual, unscaled, [one.zero_() for one in residuals], *of_batch)",
         "tests/sync/test_error_feedback.py::test_residuals_are_what_was_not_sent",
     ),
     Fault(

@@ -35,7 +35,7 @@ def low_rank(**size: int) -> dict[str, Any]:
 
 def balanced(**size: int) -> dict[str, Any]:
     """For gradients: errors count relative to the size of their row and column, as they do under Adam."""
-    return {**low_rank(**size), "factors": "log4", "weighting": "rms"}
+    return {**low_rank(**size), "weighting": "rms"}
 
 
 def and_the_rest(codec: dict[str, Any]) -> dict[str, Any]:
@@ -52,10 +52,10 @@ CASES = {  # name -> settings of the slow level
     "int4": experts("int4", "int4"),
     "int4 / exact": experts("int4", "identity"),
     "exact / int4": experts("identity", "int4"),
-    "low rank 7, int4 / exact": experts(low_rank(rank=7), "identity"),
+    "low rank 7 / exact": experts(low_rank(rank=7), "identity"),
     "exact / balanced 7": experts("identity", balanced(rank=7)),
-    "low rank 3, int4 / balanced 3": experts(low_rank(rank=3), balanced(rank=3)),
-    "low rank 7, int4 / balanced 7": experts(low_rank(rank=7), balanced(rank=7)),
+    "low rank 3 / balanced 3": experts(low_rank(rank=3), balanced(rank=3)),
+    "low rank 7 / balanced 7": experts(low_rank(rank=7), balanced(rank=7)),
     "low rank 8 + int2 / balanced 8 + int2": experts(and_the_rest(low_rank(rank=8)), and_the_rest(balanced(rank=8))),
     "low rank 16 + int2 / balanced 16 + int2": experts(
         and_the_rest(low_rank(rank=16)), and_the_rest(balanced(rank=16))

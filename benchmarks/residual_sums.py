@@ -36,7 +36,7 @@ CODECS: dict[str, Any] = {
     "int4": "int4",
     "int2": "int2",
     "low rank": {"type": "low_rank"},
-    "integer factors": {"type": "low_rank", "weighting": "rms"},
+    "low rank, rms": {"type": "low_rank", "weighting": "rms"},
     "recommended, experts": RECOMMENDED.gradient.spec,
     "recommended, dense": RECOMMENDED.dense_gradient.spec,
 }

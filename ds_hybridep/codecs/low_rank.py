@@ -23,9 +23,10 @@ All of it is products and small solutions of torch, for n matrices at once, and 
 Source: the scheme is PowerSGD's (arXiv 1905.13727), with the refresh and the projection onto rounded factors added.
 """
 
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -182,9 +183,10 @@ def _chunks(x: Tensor) -> list[slice]:
     return [slice(begin, begin + size) for begin in range(0, n, size)]
 
 
-def _in_fp32(device: torch.device) -> torch.autocast:
+def _in_fp32(device: torch.device) -> AbstractContextManager[Any]:
     """Let products be what they say, whatever `autocast` the caller runs in."""
-    return torch.autocast(device.type, enabled=False)
+    is_needed = torch.amp.is_autocast_available(device.type) and torch.is_autocast_enabled(device.type)
+    return torch.autocast(device.type, enabled=False) if is_needed else nullcontext()
 
 
 def orthonormal(p: Tensor) -> Tensor:

@@ -71,11 +71,11 @@ def test_patches_by_learning_rate():
 
 
 def test_codecs_of_higher_rank_are_taken_to_be_slower():
-    """Memory bounds blocks; products bound a high rank."""
+    """Memory bounds blocks and decoding; products bound the encoding of a high rank."""
     parts = [(8, 2048, 768)]
     block, few, many = (
         codec_cost(settings_of(spec).model_dump(), parts, 2)
         for spec in ("int4", {"type": "low_rank", "ratio": 1000}, {"type": "low_rank", "ratio": 10})
     )
     assert block.encode_bytes_per_s > few.encode_bytes_per_s > many.encode_bytes_per_s
-    assert block.decode_bytes_per_s >= few.decode_bytes_per_s > many.decode_bytes_per_s
+    assert block.decode_bytes_per_s > few.decode_bytes_per_s >= many.decode_bytes_per_s
