@@ -30,7 +30,7 @@ from ds_hybridep.transport.agreement import agree, announcing_failure
 from ds_hybridep.transport.channels import Transport
 
 PATTERN = "hybridep_rank_*.pt"
-FORMAT = 2  # of what codecs keep; what another format has kept is handed over like that of another plan
+FORMAT = 3  # of what codecs keep; what another format has kept is handed over like that of another plan
 REMEDY = "copy the files to all nodes, or remove them to begin without what codecs kept"
 
 
