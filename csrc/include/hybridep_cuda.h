@@ -43,14 +43,10 @@ inline void check(cudaError_t error, std::source_location where = std::source_lo
 
 // Bytes of shared memory that a block can have on the current device.
 inline int max_shared_bytes() {
-#ifdef HYBRIDEP_EMULATION
-    return 64 * 1024;
-#else
     int device = 0, value = 0;
     check(cudaGetDevice(&device));
     check(cudaDeviceGetAttribute(&value, cudaDevAttrMaxSharedMemoryPerBlockOptin, device));
     return value;
-#endif
 }
 
 // Allows launches of a kernel with as much shared memory as the current device has.  The limit is the kernel's, and

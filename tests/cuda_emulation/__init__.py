@@ -28,6 +28,10 @@ CSRC = HERE.parents[1] / "csrc"
 COMPILE_LIMIT_S = 1200  # for one file, on a busy machine
 FLAGS = ["-std=c++20", "-O1", "-ffp-contract=off", "-fPIC", "-fvisibility=hidden", "-Wall", "-Werror"]
 FLAGS += ["-Wno-unknown-pragmas", "-DHYBRIDEP_CUDA", "-DHYBRIDEP_EMULATION"]
+# EMULATION_SANITIZES=1 in the environment: undefined behaviour ends the process with a message.
+SANITIZERS = ["-fsanitize=alignment,bounds,shift,signed-integer-overflow", "-fno-sanitize-recover=all"]
+IS_SANITIZED = os.environ.get("EMULATION_SANITIZES") == "1"
+FLAGS += SANITIZERS if IS_SANITIZED else []
 
 
 class EmulatedKernels(CudaKernels):
@@ -70,7 +74,7 @@ def _extension() -> Any:
         if not module.exists():
             with ThreadPoolExecutor(2) as pool:
                 objects = list(pool.map(lambda source: _compile(source, name, folder), sources))
-            _run(["-shared", *objects, "-o", f"{module}.part"])
+            _run(["-shared", *(SANITIZERS if IS_SANITIZED else []), *objects, "-o", f"{module}.part"])
             os.replace(f"{module}.part", module)
     spec = importlib.util.spec_from_file_location(name, module)
     assert spec is not None

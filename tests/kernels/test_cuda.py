@@ -4,7 +4,11 @@
 Those that need a GPU are marked; the others run the same sources on the CPU (see cuda_emulation).
 """
 
+import os
+import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 import torch
@@ -97,6 +101,27 @@ def test_threads_launch_a_kernel_with_different_sizes_of_shared_memory():
     with ThreadPoolExecutor(4) as pool:
         results = list(pool.map(combine, 2 * [torch.tensor([[0], [1]]), torch.tensor([[2, 3, 5], [4, 1, -1]])]))
     assert all(map(all, results))
+
+
+def test_a_few_multiprocessors_combine_eight_rows_of_a_token():
+    """With 227 KiB of shared memory (the test below) this takes bulk copies in a deep pipeline, with 64 it cannot."""
+    num_tokens, top_k = 40, 8
+    rows, weights = payload(num_tokens * top_k, 2048), payload(num_tokens, top_k, salt=1)
+    slot_to_row = torch.randperm(num_tokens * top_k, generator=torch.Generator().manual_seed(0)).view(-1, top_k)
+    slot_to_row[3, 2:], slot_to_row[7] = -1, -1
+    wanted = reference.combine_rows(rows, slot_to_row, weights)
+    assert torch.equal(load_emulated(dispatch_sms=3).combine_rows(rows, slot_to_row, weights), wanted)
+
+
+@pytest.mark.slow
+def test_undefined_behaviour_and_as_much_shared_memory_as_an_h100_has():
+    """All emulated tests of kernels once more, where sanitizers end the process, and top-8 and deep pipelines fit."""
+    environment = {**os.environ, "EMULATION_SANITIZES": "1", "EMULATED_SHARED_KIB": "227"}
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-m", "not slow and not gpu", "-k", "emulated or emulation"]
+    folders = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "codecs")]
+    run = subprocess.run([*command, *folders], env=environment, capture_output=True, text=True, timeout=3600)
+    assert run.returncode == 0, run.stdout[-4000:] + run.stderr[-4000:]
+    assert "runtime error" not in run.stdout + run.stderr
 
 
 # --- On a GPU --------------------------------------------------------------------------------------------------------
