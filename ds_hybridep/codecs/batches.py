@@ -56,7 +56,10 @@ def add_batch(codec: Codec, packets: Sequence[Tensor], sums: Sequence[Tensor], f
     if len(sums) == 1 and factor == 1.0:
         codec.decode_add(packets[0], sums[0])
         return
-    n = sum(len(one) for one in sums)
-    found = codec.decode(torch.cat(list(packets)), sums[0].new_empty(n, *sums[0].shape[1:]))
-    for total, value in zip(sums, found.split([len(one) for one in sums]), strict=True):
-        total.add_(value, alpha=factor)
+    sizes, joined = [len(one) for one in sums], torch.cat(list(packets))
+    if factor == 1.0:
+        total = codec.decode_add(joined, torch.cat(list(sums)))
+        torch._foreach_copy_(list(sums), list(total.split(sizes)))
+        return
+    found = codec.decode(joined, sums[0].new_empty(sum(sizes), *sums[0].shape[1:]))
+    torch._foreach_add_(list(sums), list(found.split(sizes)), alpha=factor)

@@ -20,7 +20,7 @@ The payload, of 4 + (rank / 2 + 1) * (rows + cols) bytes, the first part rounded
     a byte for each row, then one for each column: 0 for a scale of 0, else the scale's code minus its base
 
 The code of a scale is the first 13 bits of its fp32 form: sign, exponent, and 4 bits of mantissa.  Scales that are too
-small for a byte become 0, so a row of zeros stays one.
+small become 0, so a row of zeros stays one, and no value is a subnormal number, which some machines take for 0.
 """
 
 from functools import lru_cache
@@ -35,6 +35,7 @@ STEP = 0.335  # of the rms: the best for 16 equal steps of normally distributed 
 SHIFT = 19  # of the 13 bits of a scale in fp32
 LARGEST_CODE = (0x7F800000 >> SHIFT) - 1  # of a finite scale
 BASES_BYTES = 4
+SMALLEST_ROW_SCALE, SMALLEST_COL_SCALE = 2.0**-98, 2.0**-28  # their products are no subnormal numbers
 LARGEST_BYTE = 255
 SMALLEST_SIZE = 1e-3  # of the largest: what is smaller is not made larger when sizes are shared out
 TINY = 1e-30  # in place of zero in a division
@@ -58,12 +59,12 @@ def write_integers(
     size = q.square().sum(dim=2, keepdim=True).sqrt_()
     size = size.maximum(SMALLEST_SIZE * size.amax(dim=1, keepdim=True)).clamp_(min=TINY).sqrt_()
     p, q = torch.bmm(mix * size.mT, p), torch.bmm(mix / size.mT, q)
-    p_odd, p_scales = _quantise(p, row_weight, torch.bmm(q, q.mT))
+    p_odd, p_scales = _quantise(p, row_weight, torch.bmm(q, q.mT), SMALLEST_ROW_SCALE)
     # The best Q for this P.
     p = p_odd * (_scale(p_scales) / row_weight).unsqueeze(1)
     gram = torch.bmm(p, p.mT)
     q = _solve(gram, torch.bmm(p, x) / col_weight.unsqueeze(1))
-    q_odd, q_scales = _quantise(q, col_weight, gram)
+    q_odd, q_scales = _quantise(q, col_weight, gram, SMALLEST_COL_SCALE)
     codes = torch.cat([p_odd.flatten(1), q_odd.flatten(1)], dim=1).add_(LARGEST).div_(2).to(torch.uint8)
     if codes.shape[1] % 2:
         codes = torch.nn.functional.pad(codes, (0, 1))
@@ -100,11 +101,13 @@ def _read_scales(payload: Tensor, rows: int, cols: int) -> tuple[Tensor, Tensor]
     return _scale(row_codes), _scale((col_scales + bases[:, 1:]).mul_(col_scales > 0))
 
 
-def _quantise(v: Tensor, weight: Tensor, gram: Tensor) -> tuple[Tensor, Tensor]:
+def _quantise(v: Tensor, weight: Tensor, gram: Tensor, smallest: float) -> tuple[Tensor, Tensor]:
     """Return odd integers [n, rank, m] fp32 for v, and codes [n, m] of their scales times `weight` [n, m].
 
-    gram: of the other factor, [n, rank, rank].  Scales make the error of the product least: those that make the error
-    of this factor least shrink all values by 1% to 4%, and over the rank this adds up, unlike other rounding.
+    gram: of the other factor, [n, rank, rank].  smallest: smaller scales become 0.
+
+    Scales make the error of the product least: those that make the error of this factor least shrink all values by 1%
+    to 4%, and over the rank this adds up, unlike other rounding.
     """
     rms = v.square().mean(dim=1, keepdim=True).sqrt()
     step = (STEP * rms).minimum(v.abs().amax(dim=1, keepdim=True) / (LARGEST / 2))
@@ -113,7 +116,8 @@ def _quantise(v: Tensor, weight: Tensor, gram: Tensor) -> tuple[Tensor, Tensor]:
     linear, square = (across * v).sum(dim=1, keepdim=True), (across * odd).sum(dim=1, keepdim=True)
     scale = linear / square.clamp(min=TINY)
     scale = scale.maximum(step / 4).minimum(step).squeeze(1)  # half a step is what plain rounding would take
-    return odd, _code(scale * weight)
+    scale *= weight
+    return odd, _code(scale).mul_(scale >= smallest)
 
 
 def _solve(gram: Tensor, q: Tensor) -> Tensor:
@@ -121,13 +125,19 @@ def _solve(gram: Tensor, q: Tensor) -> Tensor:
     gram = gram.clone()
     diagonal = gram.diagonal(dim1=1, dim2=2)
     diagonal += (RIDGE * diagonal.mean(dim=1, keepdim=True)).clamp_(min=TINY)
-    return torch.cholesky_solve(q, cholesky(gram))
+    factor = cholesky(gram)  # not `cholesky_solve`, which lets the host wait in some versions
+    half = torch.linalg.solve_triangular(factor, q, upper=False)
+    found: Tensor = torch.linalg.solve_triangular(factor.mT, half, upper=True)
+    return found
 
 
 def cholesky(gram: Tensor) -> Tensor:
     """Return Cholesky factors of gram [n, rank, rank]; the unit matrix where rounding has made it indefinite."""
-    factor, failed = torch.linalg.cholesky_ex(gram)
-    return torch.where(failed.bool().view(-1, 1, 1), _unit(gram.shape[1], gram.device), factor)
+    factor, info = torch.linalg.cholesky_ex(gram)
+    has_failed = info.bool()
+    factor = factor.masked_fill(has_failed.view(-1, 1, 1), 0.0)
+    factor.diagonal(dim1=1, dim2=2).add_(has_failed.unsqueeze(1))
+    return factor
 
 
 def _code(scale: Tensor) -> Tensor:
@@ -143,16 +153,12 @@ def _scale(codes: Tensor) -> Tensor:
 @lru_cache(maxsize=LARGEST_RANK)
 def _rotation(rank: int, device: torch.device) -> Tensor:
     """Return an orthogonal matrix; only encoders use it."""
-    factor: Tensor = torch.linalg.qr(fixed_normal(rank, rank, rank)).Q
+    factor: Tensor = torch.linalg.qr(fixed_normal(rank, rank, rank, torch.device("cpu"))).Q
     return factor.to(device)
 
 
-@lru_cache(maxsize=LARGEST_RANK)
-def _unit(rank: int, device: torch.device) -> Tensor:
-    return torch.eye(rank, dtype=torch.float32, device=device)
-
-
-def fixed_normal(seed: int, rows: int, cols: int) -> Tensor:
-    """Return normally distributed fp32 values [rows, cols] on the CPU; a user may have set other defaults."""
-    generator = torch.Generator("cpu").manual_seed(seed)
-    return torch.randn(rows, cols, generator=generator, dtype=torch.float32, device="cpu")
+def fixed_normal(seed: int, rows: int, cols: int, device: torch.device) -> Tensor:
+    """Return normally distributed fp32 values [rows, cols], the same each time on one kind of device."""
+    made_on = device if device.type == "cuda" else torch.device("cpu")  # a user may have set another default
+    generator = torch.Generator(made_on).manual_seed(seed)
+    return torch.randn(rows, cols, generator=generator, dtype=torch.float32, device=made_on).to(device)

@@ -41,7 +41,9 @@ FALLBACK_CONFIG = BlockwiseConfig(type="int4")
 REFRESH_INTERVAL = 64  # steps
 RMS_DECAY = 0.95  # of the mean of squares, each step
 SMALLEST_RMS = 1e-3  # of the largest: smaller rows and columns count as if they had this
-SMALLEST_UNIT = 2.0**-126
+LARGEST_RMS = 1e30  # what is larger counts as this
+SMALLEST_UNIT = 2.0**-100  # in place of zero; far from numbers that some machines take for zero
+START = 0x5EED  # of random numbers
 MOST_ELEMENTS = 2**25  # that are encoded at once; it takes about four times their memory
 RIDGE = 3e-5  # added to the diagonal of a Gram matrix of unit rows: more than rounding can take away
 
@@ -89,10 +91,11 @@ class LowRank(Codec):
         return self.effective_rank(rows, cols)
 
     def initial_tensors(self, n: int, rows: int, cols: int, device: torch.device) -> dict[str, Tensor]:
-        shapes: dict[str, tuple[int, ...]] = {"q": (n, self.effective_rank(rows, cols), cols)}
+        made = {"q": fixed_normal(START, self.effective_rank(rows, cols), cols, device).repeat(n, 1, 1)}
         if self.config.weighting == "rms":
-            shapes |= {"row_rms": (n, rows), "col_rms": (n, cols)}
-        return {name: torch.zeros(shape, dtype=torch.float32, device=device) for name, shape in shapes.items()}
+            for name, size in (("row_rms", rows), ("col_rms", cols)):
+                made[name] = torch.zeros(n, size, dtype=torch.float32, device=device)
+        return made
 
     def encode_payload(
         self, x: Tensor, state: CodecState, payload: Tensor, is_bad: Tensor, *, sizes: Tensor | None
@@ -112,8 +115,10 @@ class LowRank(Codec):
         """Encode factors and rest."""
         end = self.sizes.factors_bytes(x.shape[1], x.shape[2])
         is_overflow, found = self._encode_factors(x, x if sizes is None else sizes, state, payload[:, :end])
-        keeps = is_bad | is_overflow
         for name, tensor in found.items():
+            keeps = is_bad | is_overflow
+            if name == "q":  # nothing can be found from zeros, which a tensor of zeros leaves
+                keeps = keeps | ~tensor.flatten(1).any(dim=1)
             # In place: memory of another stream must not be freed in this one.
             before = state.tensors[name]
             before.copy_(torch.where(keeps.view(-1, *[1] * (tensor.dim() - 1)), before, tensor))
@@ -128,7 +133,7 @@ class LowRank(Codec):
         """Write the factors of x to payload.  Returns [n] bool, overflows, and the next tensors of the state."""
         # Squares of products must stay within fp32; a power of two changes no bits.
         unit = x.flatten(1).abs().amax(dim=1, keepdim=True).clamp(min=SMALLEST_UNIT).log2().floor().exp2()
-        row_weight, col_weight, found = self._weights(sizes, unit, state)
+        row_weight, col_weight, found = self._weights(sizes, state)
         row_weight = row_weight * unit
         x = x / row_weight.unsqueeze(2)
 
@@ -142,18 +147,15 @@ class LowRank(Codec):
         payload.masked_fill_(is_overflow[:, None], 0)  # what it leaves to `rest` must be finite
         return is_overflow, {"q": q, **found}
 
-    def _weights(self, sizes: Tensor, unit: Tensor, state: CodecState) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-        """Return sizes of rows [n, rows] and columns [n, cols] relative to the largest, and their next means.
-
-        unit: [n, 1], about the largest of `sizes`.
-        """
+    def _weights(self, sizes: Tensor, state: CodecState) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+        """Return sizes of rows [n, rows] and columns [n, cols] relative to the largest, and their next means."""
         n, rows, cols = sizes.shape
         if self.config.weighting == "none":
             return sizes.new_ones(n, rows), sizes.new_ones(n, cols), {}
-        weights, found, squares = [], {}, (sizes / unit.unsqueeze(2)).square_()
+        weights, found, squares = [], {}, sizes.square()
         for name, dim in (("row_rms", 2), ("col_rms", 1)):
-            now = squares.mean(dim).mul_(1 - RMS_DECAY).sqrt_().mul_(unit)
-            rms = torch.hypot(state.tensors[name] * RMS_DECAY**0.5, now)
+            now = squares.mean(dim).mul_(1 - RMS_DECAY).sqrt_()
+            rms = torch.hypot(state.tensors[name] * RMS_DECAY**0.5, now).clamp_(max=LARGEST_RMS)
             weights.append((rms / rms.amax(dim=1, keepdim=True).clamp(min=SMALLEST_UNIT)).clamp_(min=SMALLEST_RMS))
             found[name] = rms
         return weights[0], weights[1], found
@@ -163,17 +165,18 @@ class LowRank(Codec):
         q = state.tensors["q"]
         if state.step % REFRESH_INTERVAL:
             return q
-        return fixed_normal(0x5EED + state.step, *q.shape[1:]).to(q.device).repeat(n, 1, 1)
+        return fixed_normal(START + state.step, q.shape[1], q.shape[2], q.device).repeat(n, 1, 1)
 
     def decode_payload(self, payload: Tensor, out: Tensor, *, is_add: bool) -> None:
-        """Decode; the value of the factors is added first, then the value of the rest."""
+        """Decode; the value is that of the factors, and that of the rest added to it."""
         _, rows, cols = out.shape
         end, rank = self.sizes.factors_bytes(rows, cols), self.effective_rank(rows, cols)
         with _in_fp32(out.device):
             for some in _chunks(out):
-                assign_or_add(out[some], read_integers(payload[some, :end], rank, rows, cols), is_add=is_add)
-        if self.rest is not None:
-            self.rest.decode_payload(payload[:, end:], out, is_add=True)
+                value = read_integers(payload[some, :end], rank, rows, cols)
+                if self.rest is not None:
+                    self.rest.decode_payload(payload[some, end:], value, is_add=True)
+                assign_or_add(out[some], value, is_add=is_add)
 
 
 def _chunks(x: Tensor) -> list[slice]:
@@ -190,13 +193,11 @@ def _in_fp32(device: torch.device) -> AbstractContextManager[Any]:
 
 
 def orthonormal(p: Tensor) -> Tensor:
-    """Return rows that span those of p [n, rank, rows] and are close to orthonormal; zeros give unit vectors.
+    """Return rows that span those of p [n, rank, rows] and are close to orthonormal; zeros stay zeros.
 
     This is Cholesky's method.  Rows that depend on others become shorter: they are what rounding has left of them.
     """
-    size = p.square().sum(dim=2, keepdim=True).sqrt_()
-    p = p / size.clamp(min=TINY)
-    p.diagonal(dim1=1, dim2=2).add_((size == 0).squeeze(2))
+    p = p / p.square().sum(dim=2, keepdim=True).sqrt_().clamp_(min=TINY)
     gram = torch.bmm(p, p.mT)
     gram.diagonal(dim1=1, dim2=2).add_(RIDGE)
     found: Tensor = torch.linalg.solve_triangular(cholesky(gram), p, upper=False)

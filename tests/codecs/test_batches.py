@@ -8,6 +8,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ds_hybridep.codecs.batches import MOST_ELEMENTS, add_batch, batches, encode_batch
+from ds_hybridep.geometry.slots import whole
+from ds_hybridep.sync.home import Home
+from ds_hybridep.sync.messages import MessageLayout, packet_parts
+from ds_hybridep.sync.mirrors import Mirror, Replica
+
+CPU = torch.device("cpu")
 
 SIZES = st.integers(1, 4)
 TENSORS = st.lists(st.tuples(SIZES, SIZES, SIZES, st.integers(0, 1)), max_size=12)
@@ -56,3 +62,16 @@ def test_a_batch_is_decoded_to_the_bits_of_its_tensors():
         add_batch(codec, packets, sums, factor)
         for one, other, packet in zip(sums, alone, packets, strict=True):
             assert_same_bits(one, other + codec.decode(packet, torch.empty_like(other)) * factor)
+
+
+@pytest.mark.parametrize("rest", [None, "int2"])
+def test_replicas_of_many_like_parts_stay_equal_to_their_mirror(rest):
+    parts = packet_parts([whole(name, (48, 40)) for name in "abc"])
+    layout, home = MessageLayout(make_codec({"type": "low_rank", "rank": 3, "rest": rest}), parts), Home(CPU)
+    weights = [normal(1, 48, 40, seed=seed) for seed in range(3)]
+    mirror, replica = Mirror(layout, home), Replica(layout, [torch.zeros(1, 48, 40) for _ in parts])
+    for _ in range(4):
+        replica.apply(mirror.encode(weights))
+        for one, other in zip(mirror.values, replica.values, strict=True):
+            assert_same_bits(one, other)
+        weights = [one + 0.1 * normal(1, 48, 40, seed=9) for one in weights]

@@ -66,8 +66,8 @@ def test_rows_become_orthonormal_and_span_what_they_did(scale):
     assert (found.double() - found.double() @ q @ q.transpose(1, 2)).abs().max() < 1e-4
 
 
-def test_rows_of_zeros_become_unit_vectors_and_dependent_ones_stay_finite():
-    assert (orthonormal(torch.zeros(2, 3, 8)) - torch.eye(3, 8)).abs().max() < 1e-4
+def test_rows_of_zeros_stay_zeros_and_dependent_ones_stay_finite():
+    assert not orthonormal(torch.zeros(2, 3, 8)).any()
     p = torch.ones(2, 200, 1) @ normal(2, 1, 300)
     found = orthonormal(p)
     assert found.isfinite().all()
@@ -216,7 +216,7 @@ def test_rest_encodes_what_the_factors_leave(kernels, factors, rest):
     for step in range(5):
         weights += 0.1 * normal(*SHAPE, seed=step)
         payload, (of_factors, of_rest) = slow_update.encode(weights - mirror)
-        replica, wanted = mirror.clone(), mirror + of_factors + of_rest
+        replica, wanted = mirror.clone(), mirror + (of_factors + of_rest)
         packets = codec.encode_update(weights, mirror, update_state)
         assert torch.equal(packets[:, HEADER_BYTES:], payload)
         assert_same_bits(mirror, wanted)
