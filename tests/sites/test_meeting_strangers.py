@@ -6,18 +6,26 @@ import json
 import socket
 import struct
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from link_pair import Proxy
+from scripts import free_port
 from site_jobs import Meeting, secret_file
-from test_meeting_server import LIMIT_S, NAMES, member, until
+from site_members import LIMIT_S, NAMES, member, until
 
 from ds_hybridep.errors import SiteError
-from ds_hybridep.link import read_secret
-from ds_hybridep.sites.member import Member, ask_as_operator, connect
+from ds_hybridep.link import door, read_secret
+from ds_hybridep.link.door import connect
+from ds_hybridep.link.trust import dial
+from ds_hybridep.sites import meeting_server
+from ds_hybridep.sites.meeting import Meeting as MeetingOfSites
+from ds_hybridep.sites.meeting_server import Server
+from ds_hybridep.sites.member import Member, ask_as_operator
+from ds_hybridep.sites.protocol import MEETING, OPERATOR, SITE, Claims
 
 
 @pytest.fixture
@@ -86,13 +94,14 @@ def test_what_was_overheard_opens_nothing(meeting: Meeting, tmp_path: Path) -> N
 )
 def test_a_damaged_message_ends_its_connection_only(meeting: Meeting, tmp_path: Path, said: bytes) -> None:
     one = member(meeting, tmp_path)
-    for side in ("site", "operator"):
-        with connect((meeting.host, meeting.port), side, secret_of(tmp_path), None) as sock:
+    for side in (SITE, OPERATOR):
+        steps = dial(secret_of(tmp_path), MEETING, Claims(side))
+        with connect((meeting.host, meeting.port), steps, None) as sock:
             sock.settimeout(LIMIT_S)
             sock.sendall(said)
             with contextlib.suppress(ConnectionResetError):
                 while sock.recv(2**12):
-                    if side == "operator":  # what is no order is answered with the status
+                    if side == OPERATOR:  # what is no order is answered with the status
                         break
     assert status_of(meeting, tmp_path)["sites"]["a"]["is_connected"]
     assert one.is_in_touch
@@ -115,3 +124,61 @@ def test_another_version_is_told_in_one_sentence(tmp_path: Path) -> None:
         with pytest.raises(SiteError, match="does not speak this protocol; install the same version"):
             member(place, tmp_path)
         thread.join(LIMIT_S)
+
+
+@contextlib.contextmanager
+def serving(metrics_port: int | None = None) -> Iterator[tuple[str, int]]:
+    """A meeting point in this process; its address."""
+    said: list[str] = []
+    is_over = threading.Event()
+
+    def clock() -> float:
+        if is_over.is_set():
+            raise SystemExit
+        return time.monotonic()
+
+    server = Server(MeetingOfSites(clock=clock), bytes(16), None, said.append)
+
+    def serve() -> None:
+        with contextlib.suppress(SystemExit):
+            server.run("127.0.0.1", 0, metrics_port)
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    try:
+        until(lambda: said, "it listens")
+        yield "127.0.0.1", int(said[0].rsplit(" ", 1)[1])
+    finally:
+        is_over.set()
+        thread.join(LIMIT_S)
+
+
+def is_closed(sock: socket.socket) -> bool:
+    sock.setblocking(False)
+    try:
+        return not sock.recv(2**12)
+    except BlockingIOError:
+        return False
+    except ConnectionResetError:
+        return True
+
+
+def test_who_proves_the_secret_and_says_nothing_has_its_time_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(meeting_server, "HANDSHAKE_S", 1.0)
+    with serving() as address:
+        with connect(address, dial(bytes(16), MEETING, Claims(SITE)), None) as silent:
+            one = Member(address, "a", NAMES, {}, secret=bytes(16), wait_s=30.0)
+            until(lambda: is_closed(silent), "its end")
+            assert one.is_connected
+            one.close()
+
+
+def test_strangers_at_the_port_of_metrics_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(door, "HANDSHAKE_S", 2.0)
+    port = free_port()
+    with serving(port), contextlib.ExitStack() as stack:
+        silent = [stack.enter_context(socket.create_connection(("127.0.0.1", port))) for _ in range(100)]
+        until(lambda: sum(map(is_closed, silent)) >= 100 - door.MAX_STRANGERS, "room")
+        assert b"hybridep_epoch 0\n" in answer_of(("127.0.0.1", port), b"GET / HTTP/1.1\r\n\r\n")
+        until(lambda: all(map(is_closed, silent)), "their end")
+        assert answer_of(("127.0.0.1", port), b"x" * 2**13) == b""
