@@ -25,7 +25,7 @@ class Claims(NamedTuple):
     world_size: int
     lane: int  # which of the pair's connections this is
     num_lanes: int
-    instance: bytes  # 16 random bytes of this process
+    instance: bytes  # 16 random bytes, of this link alone
     received: int  # DATA frames that it has got in this lane
 
 
@@ -45,18 +45,16 @@ LINK = Protocol(
 class Admission:
     """Gives peers their connections; for the link's thread.
 
-    instance: the name of the link alone.
+    ours: what this rank claims, but for what belongs to one connection.
     contexts: for TLS, to dial and to accept with.
     peers: by rank, those that are known.
     """
 
     def __init__(
-        self, listener: socket.socket, selector: BaseSelector, peers: Mapping[int, Peer], *, rank: int,
-        world_size: int, instance: bytes, secret: bytes,
-        contexts: tuple[ssl.SSLContext | None, ssl.SSLContext | None],
+        self, listener: socket.socket, selector: BaseSelector, peers: Mapping[int, Peer], *, ours: Claims,
+        secret: bytes, contexts: tuple[ssl.SSLContext | None, ssl.SSLContext | None],
     ) -> None:  # fmt: skip
-        self._rank, self._world_size, self._secret, self._instance = rank, world_size, secret, instance
-        self._peers = peers
+        self._peers, self._ours, self._secret = peers, ours, secret
         self.door = Door(selector, contexts)
         self.port = self.door.open(listener, lambda: accept(secret, LINK, self._judge), self._accepted)
 
@@ -64,9 +62,8 @@ class Admission:
         """Connect a lane of a peer; index -1 only tries whether its port takes connections."""
         steps = None
         if index >= 0:
-            received = peer.lanes[index].received
-            ours = (self._rank, peer.rank, self._world_size, index, len(peer.lanes), self._instance, received)
-            steps = dial(self._secret, LINK, ours)
+            ours = self._ours._replace(to=peer.rank, lane=index, num_lanes=len(peer.lanes))
+            steps = dial(self._secret, LINK, ours._replace(received=peer.lanes[index].received))
         on_end = partial(self._dialled, peer, index)
         try:
             sock = socket.socket(place[0], socket.SOCK_STREAM)
@@ -98,8 +95,8 @@ class Admission:
 
     def _judge(self, theirs: Claims) -> tuple[int, Claims]:
         """Judge what a dialler claims who knows the secret."""
-        ours = theirs._replace(rank=self._rank, to=theirs.rank, world_size=self._world_size, instance=self._instance)
-        if theirs.world_size != self._world_size or theirs.to != self._rank or theirs.rank <= self._rank:
+        ours = self._ours._replace(to=theirs.rank, lane=theirs.lane, num_lanes=theirs.num_lanes)
+        if theirs.world_size != ours.world_size or theirs.to != ours.rank or theirs.rank <= ours.rank:
             return JOB, ours
         if (peer := self._peers.get(theirs.rank)) is None:
             return EARLY, ours

@@ -57,7 +57,7 @@ class Attempt:
         except ssl.SSLWantWriteError:
             self._door.selector.modify(self.sock, EVENT_WRITE, self.on_event)
         except Refused as error:
-            self._door.num_refused += 1
+            self._door.num_refused += self.host is not None
             self.end(error)
         except OSError as error:
             self.end(error if self._is_connecting else ConnectionError(f"{error}; {SAME_TLS}"))
@@ -113,7 +113,7 @@ class Door:
     ) -> None:
         self.selector, self.contexts = selector, contexts
         self.attempts: list[Attempt] = []
-        self.num_refused = 0  # strangers that had to make room, and handshakes that both sides know to have failed
+        self.num_refused = 0  # strangers that had to make room, or were told that they do not belong here
 
     def open(self, listener: socket.socket, make_steps: Callable[[], Steps], on_end: OnEnd) -> int:
         """Take connections, with new steps for each; return the port."""
@@ -162,21 +162,22 @@ class Door:
         if len(hosts) >= MAX_STRANGERS:
             worst, _ = Counter(hosts).most_common(1)[0]
             self.num_refused += 1
-            next(one for one in self.attempts if one.host == worst).end(
-                ConnectionError("too many connections at once")
-            )
+            oldest = next(one for one in self.attempts if one.host == worst)
+            oldest.end(ConnectionError("too many connections at once"))
 
 
 def connect(address: Address, steps: Steps, context: ssl.SSLContext | None) -> socket.socket:
-    """Return a connection after its handshake.  Waits for up to HANDSHAKE_S, twice.  Raises OSError or Refused."""
+    """Return a connection after its handshake.  Raises OSError or Refused.
+
+    Waits for up to HANDSHAKE_S for each address that the host has, and as long for the handshake.
+    """
     ended: list[tuple[socket.socket, Exception | None]] = []
 
     def on_end(sock: socket.socket, _: Any, error: Exception | None) -> bool:
         ended.append((sock, error))
         return error is None
 
-    with DefaultSelector() as selector:
-        door = Door(selector, (context, None))
+    with DefaultSelector() as selector, contextlib.closing(Door(selector, (context, None))) as door:
         door.begin(socket.create_connection(address, HANDSHAKE_S), steps, on_end)
         while not ended:
             run_ready(selector, 0.1)

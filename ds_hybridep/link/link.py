@@ -12,7 +12,7 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 
 from ds_hybridep.errors import CommunicationError, ConfigError
-from ds_hybridep.link.admission import Admission
+from ds_hybridep.link.admission import Admission, Claims
 from ds_hybridep.link.door import run_ready
 from ds_hybridep.link.messages import BULK, Receive, Send
 from ds_hybridep.link.options import Address, LinkOptions, listen
@@ -69,7 +69,7 @@ class Link:
         contexts = (None, None) if tls is None else tls.contexts()
         self.instance = os.urandom(16)  # a name of this link alone
         self.admission = Admission(
-            listen(host, ports), self.selector, self.peers, rank=rank, world_size=world_size, instance=self.instance,
+            listen(host, ports), self.selector, self.peers, ours=Claims(rank, 0, world_size, 0, 0, self.instance, 0),
             secret=secret, contexts=contexts,
         )  # fmt: skip
         self.address: Address = (host, self.admission.port)

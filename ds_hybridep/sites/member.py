@@ -253,12 +253,12 @@ def ask_as_operator(
     address: tuple[str, int], order: dict[str, Any], *, secret: bytes, context: ssl.SSLContext | None = None
 ) -> dict[str, Any]:
     """Return what a running meeting point answers to an order.  Raises OSError or ValueError if it does not."""
-    deadline = time.monotonic() + ANSWER_S
     answers: list[dict[str, Any]] = []
     try:
         sock = connect(address, dial(secret, MEETING, Claims(OPERATOR)), context)
     except Refused as error:
         raise ConnectionError(str(error)) from None
+    deadline = time.monotonic() + ANSWER_S
     with DefaultSelector() as selector, closing(Line(sock, selector, answers.append, undelivered_s=ANSWER_S)) as line:
         line.send(order)
         while not answers:

@@ -134,6 +134,14 @@ def test_a_meeting_point_that_is_not_there_is_said(tmp_path: Path, capsys: pytes
     assert "--connect HOST:PORT" in capsys.readouterr().err
 
 
+def test_a_port_that_is_taken_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = str(other.getsockname()[1])
+        words = ["meet", "--host", "127.0.0.1", "--port", port, "--secret-file", str(secret_file(tmp_path))]
+        assert main(words) != 0
+    assert f"cannot listen on 127.0.0.1, ports {port} to {port}" in capsys.readouterr().err
+
+
 def test_what_it_keeps_outlives_it(tmp_path: Path) -> None:
     kept = ["--folder", str(tmp_path / "kept")]
     port = free_port()
