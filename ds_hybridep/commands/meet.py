@@ -2,7 +2,6 @@
 """`ds_hybridep meet`: the meeting point of sites, and what operators ask of a running one."""
 
 import argparse
-import asyncio
 import contextlib
 import json
 import sys
@@ -65,7 +64,7 @@ def run(arguments: argparse.Namespace) -> int:
     meeting = Meeting(record, save=lambda one: None if folder is None else write_record(folder, one), log=_say)
     server = Server(meeting, secret, None if tls is None else tls.contexts()[1], _say)
     with contextlib.suppress(KeyboardInterrupt):
-        asyncio.run(server.run(arguments.host, arguments.port, arguments.metrics_port))
+        server.run(arguments.host, arguments.port, arguments.metrics_port)
     return 0
 
 
@@ -85,7 +84,7 @@ def _ask(arguments: argparse.Namespace, order: dict[str, Any], secret: bytes, tl
     address = split_address(arguments.connect) if arguments.connect else ("localhost", arguments.port)
     try:
         answer = ask_as_operator(address, order, secret=secret, context=None if tls is None else tls.contexts()[0])
-    except (OSError, EOFError, ValueError) as error:
+    except (OSError, ValueError) as error:
         raise SiteError(
             f"meet: the meeting point {address[0]}:{address[1]} does not answer: {error}; is it running there, with "
             f"the same secret and TLS files?"

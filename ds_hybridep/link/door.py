@@ -1,46 +1,51 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where a link's connections come from: it takes those that others make, and makes those to its peers."""
+"""A listening port and its handshakes: strangers are bounded in number and time, and others get in all the same."""
 
+import contextlib
 import errno
 import os
 import socket
 import ssl
 import time
-from collections.abc import Mapping
-from selectors import EVENT_READ, EVENT_WRITE, BaseSelector
+from collections import Counter
+from collections.abc import Callable
+from selectors import EVENT_READ, EVENT_WRITE, BaseSelector, DefaultSelector
 from typing import Any
 
-from ds_hybridep.link.options import Resolved
-from ds_hybridep.link.peer import BLOCKED, Peer, State
-from ds_hybridep.link.trust import EARLY, JOB, LARGE, RESTARTED, SAME_TLS, WELCOME, Claims, Refused, Steps
-from ds_hybridep.link.trust import accept as accept_steps
-from ds_hybridep.link.trust import dial as dial_steps
+from ds_hybridep.link.options import Address
+from ds_hybridep.link.trust import SAME_TLS, Refused, Steps
 
 MAX_STRANGERS = 64  # connections that others have made and whose handshake has not ended
 HANDSHAKE_S = 10.0  # the longest handshake
 
+# Is given a connection, what the other side claims, and the error that has ended the handshake, if one has.  Returns
+# True if it keeps the connection, which is closed otherwise.
+OnEnd = Callable[[socket.socket, Any, Exception | None], bool]
+
 
 class Attempt:
-    """A connection before its handshake has ended; runs the handshake's steps as bytes come in.
+    """A connection before its handshake has ended.
 
-    steps: from `trust`; None only finds out whether the port takes connections.
-    peer, index, place: who is dialled, as in `Door.dial`; None for a connection that was accepted.
+    steps: None only finds out whether the port takes connections.
+    host: of the side that has made it; None if this side has.
+    place: where to connect; None if it is connected.
+    on_answer: called when the system there has taken the connection.
     """
 
     def __init__(
-        self, door: "Door", sock: socket.socket, steps: Steps | None,
-        peer: Peer | None = None, *, index: int = 0, place: Any = None,
+        self, door: "Door", sock: socket.socket, steps: Steps | None, on_end: OnEnd, *, host: str | None = None,
+        place: tuple[object, ...] | None = None, on_answer: Callable[[], None] = lambda: None,
     ) -> None:  # fmt: skip
-        self.began_at, self.peer, self._index, self._door = time.monotonic(), peer, index, door
-        self._is_connecting, self._steps = peer is not None, steps
+        self.began_at, self.host, self._door = time.monotonic(), host, door
+        self._on_end, self._on_answer, self._is_connecting = on_end, on_answer, place is not None
+        self._steps, self._got = steps, b""
         self._says, self._need = (b"", 0) if steps is None else next(steps)
-        self._got = b""
         sock.setblocking(False)
         self.sock: socket.socket = sock
-        if steps is not None and (context := door.contexts[peer is None]) is not None:
-            self.sock = context.wrap_socket(sock, server_side=peer is None, do_handshake_on_connect=False)
+        if steps is not None and (context := door.contexts[host is not None]) is not None:
+            self.sock = context.wrap_socket(sock, server_side=host is not None, do_handshake_on_connect=False)
         door.selector.register(self.sock, EVENT_WRITE, self.on_event)
-        self._refusal = 0 if peer is None else self.sock.connect_ex(place)
+        self._refusal = 0 if place is None else self.sock.connect_ex(place)
         door.attempts.append(self)
 
     def on_event(self, _: int) -> None:
@@ -51,39 +56,30 @@ class Attempt:
             self._door.selector.modify(self.sock, EVENT_READ, self.on_event)
         except ssl.SSLWantWriteError:
             self._door.selector.modify(self.sock, EVENT_WRITE, self.on_event)
-        except (OSError, Refused) as error:
-            is_told = self._is_connecting or isinstance(error, Refused)
-            self.end(error if is_told else ConnectionError(f"{error}; {SAME_TLS}"))
+        except Refused as error:
+            self._door.num_refused += self.host is not None
+            self.end(error)
+        except OSError as error:
+            self.end(error if self._is_connecting else ConnectionError(f"{error}; {SAME_TLS}"))
         else:
             self.end(None, theirs)
 
-    def end(self, error: Exception | None, theirs: Claims | None = None) -> None:
+    def end(self, error: Exception | None, theirs: Any = None) -> None:
         """Hand the connection over, or close it."""
         self._door.selector.unregister(self.sock)
         self._door.attempts.remove(self)
-        if self.peer is not None and error is None:
-            self.peer.note_reached(self._index)
-        if theirs is not None and (self.peer is None or self._door.is_same(self.peer, theirs)):
-            peer = self.peer or self._door.peers.get(theirs.rank)  # None: a caller has just given it up
-            if peer is not None:
-                return peer.attach(theirs.lane, self.sock, theirs.received)
-        self.sock.close()
-        if self.peer is not None and error is not None:
-            is_refused = isinstance(error, ConnectionRefusedError)
-            self.peer.note_trouble(self._index, f"dialling it: {error}", is_refused=is_refused)
-            if isinstance(error, Refused) and error.args != (EARLY,):
-                kind = BLOCKED if error.args == (LARGE,) else State.GONE.value
-                self.peer.end(f"{self.peer.who} has refused the connection: {error}", kind)
+        if not self._on_end(self.sock, theirs, error):
+            self.sock.close()
 
-    def _go(self) -> Claims | None:
-        if self._is_connecting and self.peer is not None:
+    def _go(self) -> Any:
+        if self._is_connecting:
             number = self.sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
             if self._refusal != errno.EINPROGRESS:
                 number = number or self._refusal
             if number:
                 raise OSError(number, os.strerror(number))
             self._is_connecting = False
-            self.peer.note_answer()
+            self._on_answer()
         if self._steps is None:
             return None
         if isinstance(self.sock, ssl.SSLSocket):
@@ -100,52 +96,43 @@ class Attempt:
             try:
                 self._says, self._need = self._steps.send(got)
             except StopIteration as end:
-                return Claims(*end.value)
+                return end.value
 
 
 class Door:
-    """The listening port of one rank, and handshakes under way; for the link's thread.
+    """Handshakes under way, of connections that this side and others make; for the thread that runs the selector.
 
-    instance: the name of the link alone.
     contexts: for TLS, to dial and to accept with.
-    peers: by rank, those that are known.
     """
 
+    _listener: socket.socket | None = None
+    _is_deaf = False
+
     def __init__(
-        self,
-        listener: socket.socket,
-        selector: BaseSelector,
-        peers: Mapping[int, Peer],
-        *,
-        rank: int,
-        world_size: int,
-        instance: bytes,
-        secret: bytes,
-        contexts: tuple[ssl.SSLContext | None, ssl.SSLContext | None],
+        self, selector: BaseSelector, contexts: tuple[ssl.SSLContext | None, ssl.SSLContext | None] = (None, None)
     ) -> None:
-        self._rank, self._world_size, self._secret, self._instance = rank, world_size, secret, instance
-        self._listener, self.contexts, self.selector, self.peers = listener, contexts, selector, peers
+        self.selector, self.contexts = selector, contexts
         self.attempts: list[Attempt] = []
-        self._is_deaf = False
-        self.port: int = listener.getsockname()[1]
+        self.num_refused = 0  # strangers that had to make room, or were told that they do not belong here
+
+    def open(self, listener: socket.socket, make_steps: Callable[[], Steps], on_end: OnEnd) -> int:
+        """Take connections, with new steps for each; return the port."""
+        self._listener, self._make_steps, self._on_end = listener, make_steps, on_end
         self.selector.register(listener, EVENT_READ, self._accept)
+        port: int = listener.getsockname()[1]
+        return port
 
-    def dial(self, place: Resolved, peer: Peer, index: int) -> None:
-        """Connect a lane of a peer; index -1 only tries whether its port takes connections."""
-        steps = None
-        if index >= 0:
-            received = peer.lanes[index].received
-            ours = (self._rank, peer.rank, self._world_size, index, len(peer.lanes), self._instance, received)
-            steps = dial_steps(self._secret, Claims(*ours))
-
+    def begin(self, sock: socket.socket, steps: Steps | None, on_end: OnEnd, **how: Any) -> None:
+        """Begin a handshake; how: as for `Attempt`.  OSError or ValueError if the connection has broken."""
         try:
-            Attempt(self, socket.socket(place[0], socket.SOCK_STREAM), steps, peer, index=index, place=place[1])
-        except OSError as error:  # no descriptor is free
-            peer.note_trouble(index, str(error))
+            Attempt(self, sock, steps, on_end, **how)
+        except BaseException:
+            sock.close()
+            raise
 
     def tick(self, now: float) -> None:
         """End handshakes that take too long."""
-        if self._is_deaf:
+        if self._is_deaf and self._listener is not None:
             self.selector.register(self._listener, EVENT_READ, self._accept)
             self._is_deaf = False
         for attempt in [one for one in self.attempts if now - one.began_at > HANDSHAKE_S]:
@@ -154,44 +141,56 @@ class Door:
     def close(self) -> None:
         for attempt in self.attempts:
             attempt.sock.close()
-        self._listener.close()
+        if self._listener is not None:
+            self._listener.close()
 
     def _accept(self, _: int) -> None:
+        assert self._listener is not None
         try:
-            sock, _address = self._listener.accept()
+            sock, address = self._listener.accept()
         except OSError:  # it has gone again, or no descriptor is free
             self.selector.unregister(self._listener)
             self._is_deaf = True  # until the next tick
             return
-        strangers = [one for one in self.attempts if one.peer is None]
-        if len(strangers) >= MAX_STRANGERS:
-            strangers[0].end(ConnectionError("too many connections at once"))
-        try:
-            sock.getpeername()  # raises an error if the other side has closed the connection already, as TLS would
-            Attempt(self, sock, accept_steps(self._secret, self._admit))
-        except (OSError, ValueError):
-            sock.close()
+        self._make_room()
+        with contextlib.suppress(OSError, ValueError):  # the other side has closed it already
+            self.begin(sock, self._make_steps(), self._on_end, host=str(address[0]))
 
-    def _admit(self, theirs: Claims) -> tuple[int, Claims]:
-        """Judge what a dialler claims who knows the secret."""
-        ours = theirs._replace(rank=self._rank, to=theirs.rank, world_size=self._world_size, instance=self._instance)
-        if theirs.world_size != self._world_size or theirs.to != self._rank or theirs.rank <= self._rank:
-            return JOB, ours
-        if (peer := self.peers.get(theirs.rank)) is None:
-            return EARLY, ours
-        if theirs.lane >= theirs.num_lanes or theirs.num_lanes != len(peer.lanes):
-            return JOB, ours
-        if peer.has_left and peer.instance != theirs.instance:
-            return EARLY, ours  # it has a new link; this rank will connect with it again
-        if not self.is_same(peer, theirs):
-            return LARGE if peer.is_blocked else RESTARTED, ours
-        peer.lanes[theirs.lane].drop("the other side has dialled again")
-        return WELCOME, ours._replace(received=peer.lanes[theirs.lane].received)
+    def _make_room(self) -> None:
+        """Of the host with the most strangers, the oldest one goes."""
+        hosts = [one.host for one in self.attempts if one.host is not None]
+        if len(hosts) >= MAX_STRANGERS:
+            worst, _ = Counter(hosts).most_common(1)[0]
+            self.num_refused += 1
+            oldest = next(one for one in self.attempts if one.host == worst)
+            oldest.end(ConnectionError("too many connections at once"))
 
-    def is_same(self, peer: Peer, theirs: Claims) -> bool:
-        """Return False if the peer is gone, also because another process has taken its place."""
-        if not peer.is_begun:
-            peer.instance = theirs.instance
-        if peer.instance != theirs.instance:
-            peer.end("its process was restarted, and what it had sent and received is lost")
-        return peer.state is not State.GONE
+
+def connect(address: Address, steps: Steps, context: ssl.SSLContext | None) -> socket.socket:
+    """Return a connection after its handshake.  Raises OSError or Refused.
+
+    Waits for up to HANDSHAKE_S for each address that the host has, and as long for the handshake.
+    """
+    ended: list[tuple[socket.socket, Exception | None]] = []
+
+    def on_end(sock: socket.socket, _: Any, error: Exception | None) -> bool:
+        ended.append((sock, error))
+        return error is None
+
+    with DefaultSelector() as selector, contextlib.closing(Door(selector, (context, None))) as door:
+        door.begin(socket.create_connection(address, HANDSHAKE_S), steps, on_end)
+        while not ended:
+            run_ready(selector, 0.1)
+            door.tick(time.monotonic())
+    sock, error = ended[0]
+    if error is not None:
+        raise error
+    return sock
+
+
+def run_ready(selector: BaseSelector, wait_s: float) -> None:
+    """Call what is registered for the connections that are ready; wait for one for up to `wait_s`."""
+    for key, mask in selector.select(wait_s):
+        now = selector.get_map().get(key.fd)
+        if now is not None and now.fileobj is key.fileobj:  # else another event has closed it
+            key.data(mask)

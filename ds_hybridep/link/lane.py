@@ -23,7 +23,7 @@ from ds_hybridep.link.wire import FACT_BYTES, HEADER, Frame, Kind, parse
 _BATCH_BYTES, _BATCH_BUFFERS = 2**18, 64  # given to the system at once
 _ROUNDS = 32  # reads or writes in a row, before it is other lanes' turn
 BEAT_S = 1.0  # between heartbeats in each lane
-_BLOCKED = (BlockingIOError, InterruptedError, ssl.SSLWantReadError, ssl.SSLWantWriteError)
+BLOCKED = (BlockingIOError, InterruptedError, ssl.SSLWantReadError, ssl.SSLWantWriteError)
 
 
 class Lane:
@@ -146,7 +146,7 @@ class Lane:
                     count = self.sock.send(self._out[0])  # after a refusal, TLS wants the same bytes again
                 else:
                     count = self.sock.sendmsg(self._out)
-            except _BLOCKED:
+            except BLOCKED:
                 break
             self.sent_bytes += count
             while self._out and count >= len(self._out[0]):
@@ -228,7 +228,7 @@ class Lane:
             target = self._scratch[:left] if self._place is None else self._place[self._at : self._at + left]
             try:
                 count = self.sock.recv_into(target)
-            except _BLOCKED:
+            except BLOCKED:
                 return
             if not count:
                 raise ConnectionError("the other side closed the connection")

@@ -12,7 +12,8 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 
 from ds_hybridep.errors import CommunicationError, ConfigError
-from ds_hybridep.link.door import Door
+from ds_hybridep.link.admission import Admission, Claims
+from ds_hybridep.link.door import run_ready
 from ds_hybridep.link.messages import BULK, Receive, Send
 from ds_hybridep.link.options import Address, LinkOptions, listen
 from ds_hybridep.link.peer import FAILED, LEFT, Fact, Peer, PeerStatistics, State
@@ -67,11 +68,11 @@ class Link:
         self.selector = selectors.DefaultSelector()
         contexts = (None, None) if tls is None else tls.contexts()
         self.instance = os.urandom(16)  # a name of this link alone
-        self.door = Door(
-            listen(host, ports), self.selector, self.peers, rank=rank, world_size=world_size, instance=self.instance,
+        self.admission = Admission(
+            listen(host, ports), self.selector, self.peers, ours=Claims(rank, 0, world_size, 0, 0, self.instance, 0),
             secret=secret, contexts=contexts,
         )  # fmt: skip
-        self.address: Address = (host, self.door.port)
+        self.address: Address = (host, self.admission.port)
         self._wakes = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self.selector.register(self._wakes, selectors.EVENT_READ, lambda _: os.eventfd_read(self._wakes))
         self._thread = threading.Thread(target=self._run, name="hybridep-link", daemon=True)
@@ -97,7 +98,7 @@ class Link:
             raise CommunicationError(f"rank {self.rank}: the system refuses {options} ({refusal}); choose others")
         for rank, (host, port) in addresses.items():
             if rank != self.rank:
-                new[rank] = Peer(self, rank, (host, port), options, dial=self.door.dial)
+                new[rank] = Peer(self, rank, (host, port), options, dial=self.admission.dial)
         with self._changed:
             for rank in new.keys() & self.peers.keys():
                 self._discard(self.peers[rank], "it was connected anew")
@@ -203,10 +204,7 @@ class Link:
         try:
             ticked_at = time.monotonic()
             while not self._has_left():
-                for key, mask in self.selector.select(TICK_S):
-                    now = self.selector.get_map().get(key.fd)
-                    if now is not None and now.fileobj is key.fileobj:  # else another event has closed it
-                        key.data(mask)
+                run_ready(self.selector, TICK_S)
                 while self._to_pump:
                     self._to_pump.pop().pump()
                 if (pause_s := time.monotonic() - ticked_at) >= TICK_S:
@@ -221,7 +219,7 @@ class Link:
             self._end()
 
     def _tick(self, now: float) -> None:
-        self.door.tick(now)
+        self.admission.door.tick(now)
         for peer in list(self.peers.values()):
             peer.tick(now)
         newest = id(_last_error())  # before `on_tick` looks at the progress, which may change meanwhile
@@ -261,7 +259,7 @@ class Link:
             self.is_closed = True
             os.close(self._wakes)
             self._changed.notify_all()
-        self.door.close()
+        self.admission.door.close()
         self.selector.close()
 
     def forget(self) -> None:

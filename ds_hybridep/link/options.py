@@ -71,7 +71,7 @@ def resolve(host: str, port: int) -> Resolved:
     try:
         family, _, _, _, place = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     except OSError as error:
-        raise CommunicationError(f"link: the address '{host}' is not found: {error}; give another one") from error
+        raise CommunicationError(f"the address '{host}' is not found: {error}; give another one") from error
     return family, place
 
 
@@ -86,4 +86,4 @@ def listen(host: str, ports: tuple[int, int] | None) -> socket.socket:
         else:
             sock.setblocking(False)
             return sock
-    raise CommunicationError(f"link: cannot listen on {host}, ports {low} to {high}: {trouble}; give other ports")
+    raise CommunicationError(f"cannot listen on {host}, ports {low} to {high}: {trouble}; give other ports")

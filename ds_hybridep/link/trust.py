@@ -1,14 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who is at the other end: both sides prove that they know the job's secret before anything else is read.
+"""Who is at the other end: both sides prove that they know a secret before anything else is read.
 
     accepting side                                dialling side
-        MAGIC, nonce                        ->
-                                            <-    MAGIC, nonce, claims, proof("dial")
+        magic, nonce                        ->
+                                            <-    magic, nonce, claims, proof("dial")
         verdict, claims, proof("accept")    ->
 
-A proof is HMAC-SHA256 over all that both have said so far, so one that was overheard opens no other connection.
-All messages have a fixed size.  With `TLS` this happens inside TLS 1.3; without it, what follows is neither encrypted
-nor protected against someone who can change packets on their way.
+A proof is HMAC-SHA256 over all that both have said so far, the protocol's magic included, so one that was overheard
+opens no other connection, and none of another protocol.  All messages have a fixed size.  With `TLS` this happens
+inside TLS 1.3; without it, what follows is neither encrypted nor protected against someone who can change packets on
+their way.
+
+`dial` and `accept` only say what is sent and read; a door's `Attempt` does it.
 """
 
 import hashlib
@@ -16,48 +19,52 @@ import hmac
 import os
 import ssl
 import struct
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ds_hybridep.errors import ConfigError
 
-SAME_TLS = "is TLS configured on all ranks or on none?"
-MAGIC = b"hybridep link 1\n"
+SAME_TLS = "is TLS configured on both sides or on none?"
 LEAST_SECRET_BYTES = 16
 _NONCE, _PROOF = 32, hashlib.sha256().digest_size
-_CLAIMS = struct.Struct("!IIIHH16sQ")
-_CHALLENGE = len(MAGIC) + _NONCE
-_HELLO = len(MAGIC) + _NONCE + _CLAIMS.size + _PROOF
-_ANSWER = 1 + _CLAIMS.size + _PROOF
 
 # Yields what to send and how many bytes to read after it, is sent these bytes, and returns what the other side claims.
-Steps = Generator[tuple[bytes, int], bytes, "Claims"]
+Steps = Generator[tuple[bytes, int], bytes, Any]
 
-
-class Claims(NamedTuple):
-    """What one side says about itself and this connection."""
-
-    rank: int
-    to: int  # rank that it means to talk to
-    world_size: int
-    lane: int  # which of the pair's connections this is
-    num_lanes: int
-    instance: bytes  # 16 random bytes of this process
-    received: int  # DATA frames that it has got in this lane
-
-
-# The accepting side's verdicts.
-WELCOME, SECRET, PROTOCOL, JOB, RESTARTED, EARLY, LARGE = range(7)
+# The accepting side's verdicts; a protocol may have more, which are proved like a welcome.
+WELCOME, SECRET, PROTOCOL = range(3)
 REASONS = {
-    SECRET: "the two have different secrets; give all ranks of the job the same",
-    PROTOCOL: "it does not speak this protocol; install the same version everywhere, and TLS on all ranks or on none",
-    JOB: "the two differ in ranks, number of ranks or number of connections; is another job at this address?",
-    RESTARTED: "one of the two was restarted, and what it had sent and received is lost",
-    EARLY: "it does not expect this rank yet",
-    LARGE: "its large packets have not arrived, though small ones do: is the MTU too large somewhere on the way?",
+    SECRET: "the two have different secrets; give both the same",
+    PROTOCOL: "it does not speak this protocol; install the same version everywhere, and TLS on both sides or on none",
 }
+
+
+class Protocol(NamedTuple):
+    """What two sides mean to speak after the handshake.
+
+    magic: the first bytes of both sides, with the version.
+    claims, layout: what one side says about itself and this connection, and its bytes.
+    reasons: what the accepting side's further verdicts mean.
+    """
+
+    magic: bytes
+    claims: Callable[..., Any]
+    layout: struct.Struct
+    reasons: Mapping[int, str] = {}
+
+    def read(self, said: bytes) -> Any:
+        """Return claims."""
+        return self.claims(*self.layout.unpack(said))
+
+
+class Refused(Exception):
+    """The handshake failed for a reason that both sides know.  verdict: SECRET and PROTOCOL are not proved."""
+
+    def __init__(self, verdict: int, protocol: Protocol) -> None:
+        super().__init__({**REASONS, **protocol.reasons}[verdict])
+        self.verdict = verdict
 
 
 def read_secret(path: Path, where: str) -> bytes:
@@ -74,46 +81,42 @@ def read_secret(path: Path, where: str) -> bytes:
     return secret
 
 
-class Refused(Exception):
-    """The handshake failed for a reason that both sides know; `args` is the verdict."""
-
-    def __str__(self) -> str:
-        return REASONS[self.args[0]]
-
-
-def dial(secret: bytes, claims: Claims) -> Steps:
+def dial(secret: bytes, protocol: Protocol, claims: Iterable[Any]) -> Steps:
     """The dialling side's steps; raises Refused."""
-    challenge = yield b"", _CHALLENGE
-    if not challenge.startswith(MAGIC):
-        raise Refused(PROTOCOL)
-    hello = MAGIC + os.urandom(_NONCE) + _CLAIMS.pack(*claims)
-    answer = yield hello + _prove(secret, b"dial", challenge, hello), _ANSWER
+    magic, layout = protocol.magic, protocol.layout
+    challenge = yield b"", len(magic) + _NONCE
+    if not challenge.startswith(magic):
+        raise Refused(PROTOCOL, protocol)
+    hello = magic + os.urandom(_NONCE) + layout.pack(*claims)
+    answer = yield hello + _prove(secret, b"dial", challenge, hello), 1 + layout.size + _PROOF
     said, proof = answer[:-_PROOF], answer[-_PROOF:]
-    if said[0] in REASONS:
-        raise Refused(said[0])
-    if not hmac.compare_digest(proof, _prove(secret, b"accept", challenge, hello, said)):
-        raise Refused(SECRET)
-    return Claims(*_CLAIMS.unpack(said[1:]))
+    verdict = said[0]
+    if verdict not in REASONS and not hmac.compare_digest(proof, _prove(secret, b"accept", challenge, hello, said)):
+        verdict = SECRET
+    if verdict != WELCOME:
+        raise Refused(verdict, protocol)
+    return protocol.read(said[1:])
 
 
-def accept(secret: bytes, admit: Callable[[Claims], tuple[int, Claims]]) -> Steps:
+def accept(secret: bytes, protocol: Protocol, admit: Callable[[Any], tuple[int, Iterable[Any]]]) -> Steps:
     """The accepting side's steps; raises Refused after the other side was told.
 
     admit: called with what a dialler claims who knows the secret; returns the verdict and this side's claims.
     """
-    challenge = MAGIC + os.urandom(_NONCE)
-    hello = yield challenge, _HELLO
+    magic, layout = protocol.magic, protocol.layout
+    challenge = magic + os.urandom(_NONCE)
+    hello = yield challenge, len(magic) + _NONCE + layout.size + _PROOF
     hello, proof = hello[:-_PROOF], hello[-_PROOF:]
     verdict = WELCOME if hmac.compare_digest(proof, _prove(secret, b"dial", challenge, hello)) else SECRET
-    if verdict := verdict if hello.startswith(MAGIC) else PROTOCOL:
-        yield bytes([verdict]) + bytes(_ANSWER - 1), 0
-        raise Refused(verdict)
-    theirs = Claims(*_CLAIMS.unpack(hello[-_CLAIMS.size :]))
+    if verdict := verdict if hello.startswith(magic) else PROTOCOL:
+        yield bytes([verdict]) + bytes(layout.size + _PROOF), 0
+        raise Refused(verdict, protocol)
+    theirs = protocol.read(hello[-layout.size :])
     verdict, ours = admit(theirs)
-    said = bytes([verdict]) + _CLAIMS.pack(*ours)
+    said = bytes([verdict]) + layout.pack(*ours)
     yield said + _prove(secret, b"accept", challenge, hello, said), 0
     if verdict:
-        raise Refused(verdict)
+        raise Refused(verdict, protocol)
     return theirs
 
 

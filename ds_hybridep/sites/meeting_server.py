@@ -1,33 +1,31 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The meeting point's connections: sites, operators and strangers, in one thread.
+"""The meeting point's connections: sites and operators, in one thread.  Its `Door` keeps strangers away."""
 
-A stranger is a connection that has not proved the secret.  Their number is bounded, of one address too: the oldest one
-of the address with the most of them makes room.
-"""
-
-import asyncio
 import contextlib
-import hmac
 import itertools
 import json
 import os
 import socket
 import ssl
-from collections import Counter
+import time
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
+from selectors import DefaultSelector
 from typing import Any
 
 from ds_hybridep.errors import ConfigError
-from ds_hybridep.sites import protocol
+from ds_hybridep.link.door import HANDSHAKE_S, Door, run_ready
+from ds_hybridep.link.line import Line
+from ds_hybridep.link.options import listen
+from ds_hybridep.link.trust import WELCOME, Steps, accept
 from ds_hybridep.sites.meeting import KnownSite, Meeting, Orders, Record
+from ds_hybridep.sites.protocol import MEETING, OPERATOR, Claims
 
-MAX_STRANGERS = 64
-HANDSHAKE_S = 10.0
 TICK_S = 0.25
 TICKS_OF_A_BEAT = 4  # between heartbeats, which sites answer
-SILENT_MS = 20_000  # what TCP has not delivered after this ends a connection
+SILENT_S = 20.0  # what TCP has not delivered after this ends a connection
+MAX_HEAD_BYTES = 2**12  # of a request for metrics
 RECORD_FILE = "run.json"
 
 
@@ -68,8 +66,57 @@ def write_record(folder: Path, record: Record) -> None:
 # -- connections ---------------------------------------------------------------------------------------------------
 
 
+class Guest(Line):
+    """A connection that has proved the secret.
+
+    site: None for an operator, and until a site has said which one it is.
+    known_at: when it last was the connection of a site that is here.
+    """
+
+    def __init__(self, server: "Server", sock: socket.socket, *, is_operator: bool) -> None:
+        self.site: KnownSite | None = None
+        self.known_at = time.monotonic()
+        self._server, self._is_operator = server, is_operator
+        super().__init__(sock, server.selector, self._hear, undelivered_s=SILENT_S)
+
+    @property
+    def is_known(self) -> bool:
+        return self.site is not None and self._server.meeting.sites.get(self.site.name) is self.site
+
+    def on_event(self, mask: int) -> None:
+        """Read or write what the socket allows; what is wrong ends this connection only."""
+        try:
+            super().on_event(mask)
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            self.leave(str(error) if isinstance(error, OSError) else f"{type(error).__name__}: {error}")
+
+    def leave(self, cause: str) -> None:
+        if self.site is not None and self.is_known:  # else its end has been told
+            self._server.log(f"the connection of site '{self.site.name}' has ended: {cause}")
+        self.close()
+        self._server.guests.remove(self)
+        if self.site is not None:
+            self._server.meeting.lose(self.site)
+
+    def _hear(self, said: dict[str, Any]) -> None:
+        meeting = self._server.meeting
+        if self._is_operator:
+            self.send(self._server.obey(said))
+        elif self.site is not None:
+            meeting.hear(self.site, said)
+        else:
+            self.site, why = meeting.hello(said, self.send)
+            if self.site is None:
+                return self.send({"op": "refused", "text": why, "may_pass": "is here already" in why})
+            record = meeting.record
+            self.send({
+                "op": "welcome", "is_running": meeting.is_running, "epoch": record.epoch, "run": record.run,
+                "step": record.step, "is_member": self.site.name in record.members,
+            })  # fmt: skip
+
+
 class Server:
-    """Serves a meeting point until it is cancelled.
+    """Serves a meeting point.
 
     Args:
         secret: of all sites.
@@ -80,131 +127,74 @@ class Server:
     def __init__(
         self, meeting: Meeting, secret: bytes, context: ssl.SSLContext | None, log: Callable[[str], None]
     ) -> None:
-        self.meeting, self._secret, self._context, self._log = meeting, secret, context, log
-        self._strangers: dict[socket.socket, str] = {}  # and their addresses, the oldest first
-        self.num_refused = 0  # strangers that had to make room or did not prove the secret
-        self._tasks: set[asyncio.Task[None]] = set()
+        self.meeting, self.log, self._secret = meeting, log, secret
+        self.selector = DefaultSelector()
+        self._door, self._metrics_door = Door(self.selector, (None, context)), Door(self.selector)
+        self.guests: list[Guest] = []
 
-    async def run(self, host: str, port: int, metrics_port: int | None = None) -> None:
-        """Serve.  port: 0 for any; the log is told which one it is."""
-        listener = socket.create_server(
-            (host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET, backlog=128
-        )
-        listener.setblocking(False)
-        self._log(f"meeting point on port {listener.getsockname()[1]}")
-        metrics = None
-        if metrics_port is not None:
-            metrics = await asyncio.start_server(self._metrics, host, metrics_port, limit=2**12)
-        accepting = asyncio.ensure_future(self._accept(listener))
+    @property
+    def num_refused(self) -> int:
+        """Strangers that had to make room or did not prove the secret."""
+        return self._door.num_refused
+
+    def run(self, host: str, port: int, metrics_port: int | None = None) -> None:
+        """Serve, until an exception comes.  port: 0 for any; the log is told which one it is.
+
+        Raises CommunicationError if the ports cannot be had.
+        """
         try:
+            port = self._door.open(listen(host, (port, port)), self._steps, self._take)
+            if metrics_port is not None:
+                self._metrics_door.open(
+                    listen(host, (metrics_port, metrics_port)), self._answer_http, lambda *_: False
+                )
+            self.log(f"meeting point on port {port}")
             for number in itertools.count():
-                await asyncio.sleep(TICK_S)
-                self.meeting.tick()
-                for site in list(self.meeting.sites.values()) if number % TICKS_OF_A_BEAT == 0 else ():
-                    site.send({"op": "beat"})
-                if accepting.done():
-                    accepting.result()
+                until = time.monotonic() + TICK_S
+                while (left_s := until - time.monotonic()) > 0:
+                    run_ready(self.selector, left_s)
+                self._tick(time.monotonic(), beats=number % TICKS_OF_A_BEAT == 0)
         finally:
-            accepting.cancel()
-            listener.close()
-            if metrics is not None:
-                metrics.close()
+            for door in (self._door, self._metrics_door):
+                door.close()
+            for guest in self.guests:
+                guest.close()
+            self.selector.close()
 
-    async def _accept(self, listener: socket.socket) -> None:
-        loop = asyncio.get_running_loop()
-        while True:
-            try:
-                sock, address = await loop.sock_accept(listener)
-            except OSError:  # it has gone again, or no descriptor is free
-                await asyncio.sleep(TICK_S)
-                continue
-            self._make_room()
-            self._strangers[sock] = str(address[0])
-            task = loop.create_task(self._serve(sock))
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
+    def _tick(self, now: float, *, beats: bool) -> None:
+        self.meeting.tick()
+        for door in (self._door, self._metrics_door):
+            door.tick(now)
+        for site in list(self.meeting.sites.values()) if beats else ():
+            site.send({"op": "beat"})
+        for guest in list(self.guests):
+            if guest.is_known:
+                guest.known_at = now
+            elif now - guest.known_at > HANDSHAKE_S:
+                guest.leave("it is not that of a site that is here")
 
-    def _make_room(self) -> None:
-        if len(self._strangers) < MAX_STRANGERS:
-            return
-        worst, _ = Counter(self._strangers.values()).most_common(1)[0]
-        oldest = next(sock for sock, address in self._strangers.items() if address == worst)
-        del self._strangers[oldest]
-        self.num_refused += 1
-        with contextlib.suppress(OSError):
-            oldest.shutdown(socket.SHUT_RDWR)  # its task sees the end, and closes it
+    def _steps(self) -> Steps:
+        return accept(self._secret, MEETING, lambda theirs: (WELCOME, theirs))
 
-    async def _serve(self, sock: socket.socket) -> None:
-        site, writer = None, None
-        try:
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, SILENT_MS)
-            reader, writer = await asyncio.wait_for(self._streams(sock), HANDSHAKE_S)
-            site = await asyncio.wait_for(self._admit(sock, reader, writer), HANDSHAKE_S)
-            while site is not None:
-                self.meeting.hear(site, await _receive(reader))
-        except (OSError, EOFError, TimeoutError, asyncio.TimeoutError, ValueError, KeyError, TypeError) as error:
-            if site is not None and self.meeting.sites.get(site.name) is site:  # else its end has been told
-                cause = "it was closed" if isinstance(error, EOFError) else f"{type(error).__name__}: {error}"
-                self._log(f"the connection of site '{site.name}' has ended: {cause}")
-        finally:
-            self._strangers.pop(sock, None)
-            if site is not None:
-                self.meeting.lose(site)
-            if writer is not None:
-                writer.close()
-            else:
-                sock.close()
+    def _take(self, sock: socket.socket, theirs: Claims | None, _: Exception | None) -> bool:
+        """Take a connection that has proved the secret."""
+        with contextlib.suppress(OSError):  # it has broken since
+            if theirs is not None:
+                self.guests.append(Guest(self, sock, is_operator=theirs.side == OPERATOR))
+                return True
+        return False
 
-    async def _streams(self, sock: socket.socket) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-        loop = asyncio.get_running_loop()
-        reader = asyncio.StreamReader(limit=2**16, loop=loop)
-        made = asyncio.StreamReaderProtocol(reader, loop=loop)
-        limits = {} if self._context is None else {"ssl_handshake_timeout": HANDSHAKE_S}
-        transport, _ = await loop.connect_accepted_socket(lambda: made, sock, ssl=self._context, **limits)
-        return reader, asyncio.StreamWriter(transport, made, reader, loop)
-
-    async def _admit(
-        self, sock: socket.socket, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
-    ) -> KnownSite | None:
-        """Return the site at the other end once it has proved the secret and is welcome, else None."""
-        ours = protocol.challenge()
-        writer.write(ours)
-        hello = await reader.readexactly(protocol.HELLO_BYTES)
-        theirs, proof = hello[: protocol.CHALLENGE_BYTES], hello[protocol.CHALLENGE_BYTES :]
-        sides = [
-            side for side in ("site", "operator")
-            if hmac.compare_digest(proof, protocol.prove(self._secret, side, ours, theirs))
-        ]  # fmt: skip
-        if not theirs.startswith(protocol.MAGIC) or not sides:
-            self.num_refused += 1
-            writer.write(bytes(protocol.ANSWER_BYTES))
-            await writer.drain()
-            return None
-        self._strangers.pop(sock, None)
-        writer.write(b"\1" + protocol.prove(self._secret, "meeting", ours, theirs))
-        said = await _receive(reader)
-        if sides == ["operator"]:
-            writer.write(protocol.pack(self.obey(said)))
-            await writer.drain()
-            return None
-
-        def send(message: dict[str, Any]) -> None:
-            if not writer.is_closing():
-                writer.write(protocol.pack(message))
-
-        meeting = self.meeting
-        site, why = meeting.hello(said, send)
-        if site is None:
-            send({"op": "refused", "text": why, "may_pass": "is here already" in why})
-        else:
-            record = meeting.record
-            send({
-                "op": "welcome", "is_running": meeting.is_running, "epoch": record.epoch, "run": record.run,
-                "step": record.step, "is_member": site.name in record.members,
-            })  # fmt: skip
-        await writer.drain()
-        return site
+    def _answer_http(self) -> Steps:
+        """Answer any HTTP request with metrics in Prometheus' text format."""
+        head = b""
+        while not head.endswith(b"\r\n\r\n"):
+            if len(head) >= MAX_HEAD_BYTES:
+                raise ConnectionError("no request")
+            head += yield b"", 1  # what came behind it would reset the connection
+        body = metrics_of(self.meeting.status(), self.num_refused).encode()
+        lines = "HTTP/1.0 200 OK", "Content-Type: text/plain; version=0.0.4", f"Content-Length: {len(body)}"
+        yield b"\r\n".join([*(line.encode() for line in lines), b"", body]), 0
+        return None
 
     # -- operators --------------------------------------------------------------------------------------------------
 
@@ -219,20 +209,10 @@ class Server:
             said = {"new": "a new run begins", "": ""}.get(orders.run, f"run {orders.run} goes on")
             if orders.step is not None:
                 said = f"the run goes on from step {orders.step}"
-            self._log(f"an operator has decided: {said}")
+            self.log(f"an operator has decided: {said}")
             meeting.tick()
             return {"text": f"{said}, at the next start"}
         return {**meeting.status(), "num_refused": self.num_refused}
-
-    async def _metrics(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Answer any HTTP request with metrics in Prometheus' text format."""
-        with contextlib.suppress(OSError, EOFError, asyncio.TimeoutError, ValueError):
-            await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), HANDSHAKE_S)
-            body = metrics_of(self.meeting.status(), self.num_refused).encode()
-            head = f"HTTP/1.0 200 OK\r\nContent-Type: text/plain; version=0.0.4\r\nContent-Length: {len(body)}\r\n\r\n"
-            writer.write(head.encode() + body)
-            await writer.drain()
-        writer.close()
 
 
 def metrics_of(status: dict[str, Any], num_refused: int) -> str:
@@ -252,13 +232,3 @@ def metrics_of(status: dict[str, Any], num_refused: int) -> str:
             lines.append(f'hybridep_site_silent_seconds{{site="{name}"}} {site["silent_s"]}')
             lines.append(f'hybridep_site_step{{site="{name}"}} {site["step"]}')
     return "\n".join(lines) + "\n"
-
-
-async def _receive(reader: asyncio.StreamReader) -> dict[str, Any]:
-    (length,) = protocol.LENGTH.unpack(await reader.readexactly(protocol.LENGTH.size))
-    if length > protocol.MAX_MESSAGE_BYTES:
-        raise ValueError(f"a message of {length} bytes")
-    message = json.loads(await reader.readexactly(length))
-    if not isinstance(message, dict):
-        raise ValueError("not an object")
-    return message

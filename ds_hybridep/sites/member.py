@@ -2,27 +2,29 @@
 """A site's connection to the meeting point, held by its rank 0.  It is made again whenever it breaks."""
 
 import atexit
-import hmac
-import json
 import logging
 import os
-import select
 import socket
 import ssl
 import threading
 import time
+from contextlib import closing
+from selectors import EVENT_READ, DefaultSelector
 from typing import Any
 
 from ds_hybridep.errors import SiteError
-from ds_hybridep.sites import protocol
+from ds_hybridep.link.door import HANDSHAKE_S, connect, run_ready
+from ds_hybridep.link.line import Line
+from ds_hybridep.link.trust import Refused, dial
 from ds_hybridep.sites.patience import Patience
+from ds_hybridep.sites.protocol import MEETING, OPERATOR, SITE, Claims
 
 logger = logging.getLogger(__name__)
 RETRY_S = 1.0
 SILENT_S = 10.0  # without a heartbeat of the meeting point, the connection is made again
 TELL_S = 0.1  # between words of how far this site is
 LEAVE_S = 2.0  # how long the meeting point may take to hear that this site leaves
-CONNECT_S = 10.0
+ANSWER_S = 10.0  # how long an operator waits
 
 
 class Member:
@@ -46,25 +48,26 @@ class Member:
         self.waiting_for = ""  # why it does not answer the last call
         self._error: BaseException | None = None  # what ended the thread
         self._address, self._secret, self._context, self._wait_s = address, secret, context, wait_s
+        self._where = f"the meeting point {address[0]}:{address[1]}"
         self._hello = {
             "op": "hello", "site": name, "names": names, "settings": settings, "instance": os.urandom(8).hex(),
             "wait_s": wait_s, "epoch": 0, "members": [], "run": "", "step": 0,
         }  # fmt: skip
-        self._sock: socket.socket | None = None
         self._changed = threading.Condition()
         self._call: dict[str, Any] | None = None
         self._answer: dict[str, Any] | None = None
+        self.is_connected = False  # and welcome
         self._is_closed = False
         self._outgoing: list[dict[str, Any]] = []
-        self._wakes, self._flushed = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC), threading.Event()
+        self._wakes = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self.heard_at = time.monotonic()
         self._told_at = 0.0  # when `committed` was last passed on
         self.trouble = ""
-        self._come(time.monotonic() + wait_s)
         self._pid = os.getpid()  # a forked process has this connection, too
         atexit.register(self._leave)  # also after an exception: the others need not wait for this site
         self._thread = threading.Thread(target=self._run, name="hybridep-meeting-point", daemon=True)
         self._thread.start()
+        self._come()
 
     def call(self, **said: Any) -> None:
         """Ask for a quorum; `answer` returns what comes of it."""
@@ -123,7 +126,7 @@ class Member:
         """Leave for good."""
         atexit.unregister(self._leave)
         self._leave()
-        self._thread.join(CONNECT_S)
+        self._thread.join(HANDSHAKE_S)
         if not self._thread.is_alive():
             os.close(self._wakes)
 
@@ -133,223 +136,133 @@ class Member:
         with self._changed:
             self._is_closed = True
             self._send({"op": "leave", "step": self._hello["step"]})
-        if self._sock is not None:
-            self._flushed.wait(LEAVE_S)
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: not self.is_connected, LEAVE_S)
 
-    def _come(self, deadline: float) -> None:
-        """Connect for the first time."""
-        where = f"the meeting point {self._address[0]}:{self._address[1]}"
-        with Patience(f"site '{self.name}' waits for {where}") as patience:
+    def _come(self) -> None:
+        """Wait until the meeting point has welcomed this site, or the thread has given up."""
+        with Patience(f"site '{self.name}' waits for {self._where}") as patience:
             while True:
-                try:
-                    return self._connect()
-                except OSError as error:
-                    self.trouble = str(error)
-                except MeetingRefusal as refusal:
-                    if not refusal.may_pass or time.monotonic() > deadline:
-                        raise SiteError(f"site '{self.name}': the meeting point refused it: {refusal}") from None
-                    self.trouble = str(refusal)
-                if time.monotonic() > deadline:
-                    raise SiteError(
-                        f"site '{self.name}' did not reach {where} in {self._wait_s:g} s: {self.trouble}; is "
-                        f"'ds_hybridep meet' running there, and does a firewall stop this port?"
-                    )
+                with self._changed:
+                    if self._changed.wait_for(lambda: self.welcome or self._is_closed, RETRY_S):
+                        break
                 patience.look(self.trouble)
-                time.sleep(RETRY_S)
-
-    # -- the connection ---------------------------------------------------------------------------------------------
-
-    def _connect(self) -> None:
-        sock = connect(self._address, "site", self._secret, self._context)
-        try:
-            sock.sendall(protocol.pack(self._hello))
-            said = _receive(sock)
-            if said["op"] == "refused":
-                raise MeetingRefusal(said["text"], may_pass=said["may_pass"])
             if not self.welcome:
-                self.welcome = said
-            elif not said["is_member"]:
-                self.wants_change = True  # the others went on without this site
-        except BaseException:
-            sock.close()
-            raise
-        with self._changed:
-            self._sock, self.heard_at = sock, time.monotonic()
-            self._outgoing = [] if self._call is None or self._answer is not None else [self._call]
+                self.close()
+                self._check()
+                raise SiteError(f"site '{self.name}': {self.trouble}")
+
+    # -- the connection: of the thread alone, because TLS allows one ------------------------------------------------
 
     def _run(self) -> None:
+        deadline = time.monotonic() + self._wait_s
         try:
-            self._stay_connected()
-        except BaseException as error:  # noqa: BLE001 (whatever ends the thread is raised where it is waited for)
-            with self._changed:
-                self._error, self._is_closed = error, True
-                self._changed.notify_all()
-            if self._sock is not None:
-                self._sock.close()
-
-    def _stay_connected(self) -> None:
-        while not self._is_closed:
-            try:
-                self._listen()
-            except (OSError, ValueError, EOFError) as error:
-                self.trouble = f"the connection to the meeting point broke: {error}"
-            with self._changed:
-                if self._sock is not None:
-                    self._sock.close()
-                self._sock = None
             while not self._is_closed:
-                time.sleep(RETRY_S)
-                try:
-                    self._connect()
-                    break
-                except OSError as error:
-                    self.trouble = f"the meeting point is not reached: {error}"
-                except MeetingRefusal as refusal:
-                    self.trouble = f"the meeting point refuses it now: {refusal}"
-                    if refusal.is_final:
-                        with self._changed:
-                            self._is_closed = True
-                            self._changed.notify_all()
+                cause, is_final = self._stay_connected()
+                if not self.welcome and not is_final and time.monotonic() > deadline:
+                    cause, is_final = f"in {self._wait_s:g} s it was not welcome: {cause}", True
+                self._note_end(cause, is_final)
+                with self._changed:
+                    self._changed.wait_for(lambda: self._is_closed, RETRY_S)
+        except BaseException as error:  # noqa: BLE001 (whatever ends the thread is raised where it is waited for)
+            self._error = error
+            self._note_end(str(error), is_final=True)
 
-    def _listen(self) -> None:
-        """Receive and send until the connection breaks.  No other thread uses it: TLS allows one."""
-        sock, got = self._sock, b""
-        assert sock is not None
-        while True:
-            with self._changed:
-                messages, self._outgoing = self._outgoing, []
-            if messages:
-                sock.settimeout(SILENT_S)
-                sock.sendall(b"".join(map(protocol.pack, messages)))
-            self._flushed.set()
-            if self._is_closed:
-                return
-            sock.settimeout(0)
-            is_waiting = isinstance(sock, ssl.SSLSocket) and sock.pending()
-            ready, _, _ = select.select([sock.fileno(), self._wakes], [], [], 0 if is_waiting else 1.0)
-            if self._wakes in ready:
-                os.eventfd_read(self._wakes)
-            if sock.fileno() in ready or is_waiting:
-                try:
-                    part = sock.recv(2**16)
-                except (BlockingIOError, ssl.SSLWantReadError):
-                    continue
-                if not part:
-                    raise EOFError("it was closed")
-                self.heard_at = time.monotonic()
-                got += part
-                while (end := _end_of_message(got)) is not None:
-                    said, got = json.loads(got[protocol.LENGTH.size : end]), got[end:]
-                    self._hear(said)
-            elif time.monotonic() - self.heard_at > SILENT_S:
-                raise TimeoutError(
-                    f"nothing was heard of it for {SILENT_S:g} s; if each new connection ends so, is the MTU too "
-                    f"large somewhere on the way?"
-                )
+    def _note_end(self, cause: str, is_final: bool) -> None:
+        with self._changed:
+            self.trouble, self.is_connected, self._outgoing = cause, False, []
+            self._is_closed |= is_final
+            self._changed.notify_all()
+
+    def _stay_connected(self) -> tuple[str, bool]:
+        """Connect, and talk until the connection ends; return why it has, and whether that is for good."""
+        try:
+            self._talk(connect(self._address, dial(self._secret, MEETING, Claims(SITE)), self._context))
+        except Refused as refusal:  # perhaps by a stranger, who has its port for a while
+            return f"{self._where} refused it: {refusal}", not self.welcome
+        except MeetingRefusal as refusal:
+            return f"{self._where} refused it: {refusal}", not refusal.may_pass
+        except (OSError, ValueError) as error:
+            what = f"the connection to {self._where} broke" if self.is_connected else f"{self._where} is not reached"
+            hint = "" if self.welcome else "; is 'ds_hybridep meet' running there, and does a firewall stop this port?"
+            return f"{what}: {error}{hint}", False
+        return "", True
+
+    def _talk(self, sock: socket.socket) -> None:
+        """Send and receive until this site leaves.  Raises OSError, ValueError or MeetingRefusal."""
+        came_at = time.monotonic()
+        with DefaultSelector() as selector, closing(Line(sock, selector, self._hear, undelivered_s=SILENT_S)) as line:
+            selector.register(self._wakes, EVENT_READ, lambda _: os.eventfd_read(self._wakes))
+            line.send(self._hello)
+            while True:
+                with self._changed:
+                    messages, self._outgoing = self._outgoing, []
+                for message in messages:
+                    line.send(message)
+                if self._is_closed and not (self.is_connected and line.is_sending):
+                    return
+                run_ready(selector, 1.0)
+                if time.monotonic() - max(self.heard_at, came_at) > SILENT_S:
+                    raise TimeoutError(
+                        f"nothing was heard of it for {SILENT_S:g} s; if each new connection ends so, is the MTU too "
+                        f"large somewhere on the way?"
+                    )
 
     def _hear(self, said: dict[str, Any]) -> None:
-        if said["op"] == "note":
+        op = said["op"]
+        if op == "refused":
+            raise MeetingRefusal(said["text"], may_pass=said.get("may_pass", False))
+        self.heard_at = time.monotonic()
+        if op == "note":
             logger.warning("hybridep: %s", said["text"])
-        elif said["op"] == "waiting":
+        elif op == "waiting":
             self.waiting_for = said["text"]
-        elif said["op"] == "refused":
-            with self._changed:
-                self.trouble, self._is_closed = said["text"], True
-                self._changed.notify_all()
-        elif said["op"] == "change":
+        elif op == "change":
             self.wants_change = True
         else:
             with self._changed:
-                if said["op"] == "beat":
+                if op == "beat":
                     self._send({"op": "beat", "step": self._hello["step"]})
+                elif op == "welcome":
+                    if self.welcome and not said["is_member"]:
+                        self.wants_change = True  # the others went on without this site
+                    self.welcome, self.is_connected = self.welcome or said, True
+                    self._outgoing = [] if self._call is None or self._answer is not None else [self._call]
                 else:
                     self._answer = said
-                    if said["op"] == "epoch":
+                    if op == "epoch":
                         self.wants_change = False  # it is what an earlier "change" has asked for
-                    self._changed.notify_all()
+                self._changed.notify_all()
 
     def _send(self, message: dict[str, Any]) -> None:
         """Let the thread send a message, under the lock.  One that a broken connection loses is not repeated."""
-        self._outgoing.append(message)
-        self._flushed.clear()
+        if self.is_connected:
+            self._outgoing.append(message)
         os.eventfd_write(self._wakes, 1)
 
 
 class MeetingRefusal(Exception):
-    """may_pass: it may be taken later.  is_proven: by a meeting point that knows the secret, not by a stranger."""
+    """The meeting point does not take a site.  may_pass: it may take it later."""
 
-    def __init__(self, text: str, may_pass: bool = False, is_proven: bool = True) -> None:
+    def __init__(self, text: str, may_pass: bool) -> None:
         super().__init__(text)
-        self.may_pass, self.is_final = may_pass, is_proven and not may_pass
-
-
-def connect(address: tuple[str, int], side: str, secret: bytes, context: ssl.SSLContext | None) -> socket.socket:
-    """Return a connection to the meeting point, after both have proved the secret.
-
-    side: "site" or "operator".
-
-    Raises OSError, or MeetingRefusal.
-    """
-    sock = socket.create_connection(address, CONNECT_S)
-    try:
-        if context is not None:
-            sock = context.wrap_socket(sock)
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(1000 * SILENT_S))
-        theirs = _read(sock, protocol.CHALLENGE_BYTES)
-        if not theirs.startswith(protocol.MAGIC):
-            raise MeetingRefusal(
-                "it does not speak this protocol; install the same version of ds_hybridep there", is_proven=False
-            )
-        ours = protocol.challenge()
-        sock.sendall(ours + protocol.prove(secret, side, theirs, ours))
-        verdict = _read(sock, protocol.ANSWER_BYTES)
-        if not hmac.compare_digest(verdict[1:], protocol.prove(secret, "meeting", theirs, ours)):
-            raise MeetingRefusal("the two have different secrets; give both the same secret file", is_proven=False)
-    except (EOFError, TimeoutError) as error:
-        sock.close()
-        raise ConnectionError(f"{error} in the handshake; is TLS configured on both sides or on none?") from None
-    except BaseException:
-        sock.close()
-        raise
-    return sock
+        self.may_pass = may_pass
 
 
 def ask_as_operator(
     address: tuple[str, int], order: dict[str, Any], *, secret: bytes, context: ssl.SSLContext | None = None
 ) -> dict[str, Any]:
-    """Return what a running meeting point answers to an order.  Raises OSError or EOFError if it does not."""
+    """Return what a running meeting point answers to an order.  Raises OSError or ValueError if it does not."""
+    answers: list[dict[str, Any]] = []
     try:
-        with connect(address, "operator", secret, context) as sock:
-            sock.sendall(protocol.pack(order))
-            return _receive(sock)
-    except MeetingRefusal as refusal:
-        raise ConnectionError(str(refusal)) from None
-
-
-def _read(sock: socket.socket, count: int) -> bytes:
-    got = b""
-    while len(got) < count:
-        if not (part := sock.recv(count - len(got))):
-            raise EOFError("it was closed")
-        got += part
-    return got
-
-
-def _receive(sock: socket.socket) -> dict[str, Any]:
-    head = _read(sock, protocol.LENGTH.size)
-    if (end := _end_of_message(head)) is None:
-        end = protocol.LENGTH.size + protocol.LENGTH.unpack(head)[0]
-    message: dict[str, Any] = json.loads(_read(sock, end - len(head)))
-    return message
-
-
-def _end_of_message(got: bytes) -> int | None:
-    """Return where the first message of `got` ends; None if it is not whole.  ConnectionError if it is too long."""
-    if len(got) < protocol.LENGTH.size:
-        return None
-    (length,) = protocol.LENGTH.unpack_from(got)
-    if length > protocol.MAX_MESSAGE_BYTES:
-        raise ConnectionError(f"it sent a message of {length} bytes")
-    end = protocol.LENGTH.size + length
-    return end if len(got) >= end else None
+        sock = connect(address, dial(secret, MEETING, Claims(OPERATOR)), context)
+    except Refused as error:
+        raise ConnectionError(str(error)) from None
+    deadline = time.monotonic() + ANSWER_S
+    with DefaultSelector() as selector, closing(Line(sock, selector, answers.append, undelivered_s=ANSWER_S)) as line:
+        line.send(order)
+        while not answers:
+            run_ready(selector, 0.1)
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"no answer in {ANSWER_S:g} s")
+    return answers[0]

@@ -1,28 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a site and the meeting point say to each other: JSON messages over TCP, after both have proved the secret.
+"""How sites, operators and the meeting point speak: after the handshake of the link, in `Line`s."""
 
-    meeting point                          site
-        MAGIC, nonce                  ->
-                                      <-   MAGIC, nonce, proof("site")
-        verdict, proof("meeting")     ->
-        4 bytes of length, JSON      <->   4 bytes of length, JSON
-
-A proof is HMAC-SHA256 over both nonces.  Nothing is parsed before it.
-"""
-
-import hmac
-import json
-import os
 import struct
-from typing import Any
+from typing import NamedTuple
 
-MAGIC = b"hybridep sites 2\n"
-NONCE_BYTES, PROOF_BYTES = 32, 32
-CHALLENGE_BYTES = len(MAGIC) + NONCE_BYTES
-HELLO_BYTES = CHALLENGE_BYTES + PROOF_BYTES
-ANSWER_BYTES = 1 + PROOF_BYTES
-LENGTH = struct.Struct("!I")
-MAX_MESSAGE_BYTES = 2**20
+from ds_hybridep.link.trust import Protocol
+
+SITE, OPERATOR = range(2)  # who dials the meeting point
+
+
+class Claims(NamedTuple):
+    """What a dialler says about itself; the meeting point repeats it."""
+
+    side: int
+
+
+MEETING = Protocol(b"hybridep sites 3\n", Claims, struct.Struct("!B"))
 
 
 def split_address(text: str) -> tuple[str, int]:
@@ -31,19 +24,3 @@ def split_address(text: str) -> tuple[str, int]:
     if not colon or not host or not port.isdigit() or (":" in host and not (host[0] == "[" and host[-1] == "]")):
         raise ValueError(f"{text!r} is not HOST:PORT, such as meet.example.org:29400 or [2001:db8::1]:29400")
     return host.strip("[]"), int(port)
-
-
-def challenge() -> bytes:
-    """Return the first bytes of either side."""
-    return MAGIC + os.urandom(NONCE_BYTES)
-
-
-def prove(secret: bytes, side: str, theirs: bytes, ours: bytes) -> bytes:
-    """Return the proof of a side ("site", "operator" or "meeting"); the meeting point's challenge comes first."""
-    return hmac.digest(secret, side.encode() + theirs + ours, "sha256")
-
-
-def pack(message: dict[str, Any]) -> bytes:
-    """Return a message as it travels."""
-    body = json.dumps(message).encode()
-    return LENGTH.pack(len(body)) + body

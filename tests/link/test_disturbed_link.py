@@ -20,7 +20,8 @@ from torch import distributed as dist
 from toy_model import ToyConfig
 from training import engine_of, train
 
-from ds_hybridep.link.trust import MAGIC, SECRET, Claims, dial
+from ds_hybridep.link.admission import LINK, Claims
+from ds_hybridep.link.trust import SECRET, dial
 
 pytestmark = [pytest.mark.dist, pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -68,7 +69,7 @@ def send_without_end(link: Any, _: list[socket.socket]) -> None:
     """As much as the port takes, behind what begins like a hello."""
     with contextlib.suppress(OSError), socket.create_connection(link.address, timeout=1.0) as stranger:
         for _ in range(64):
-            stranger.sendall(MAGIC + b"\xff" * MIB)
+            stranger.sendall(LINK.magic + b"\xff" * MIB)
     time.sleep(0.01)
 
 
@@ -77,7 +78,7 @@ def knock(link: Any, secret: bytes, challenge_of_hello: bytes = b"") -> bytes:
     rank, peer = max(link.peers.items(), key=lambda one: one[0])
     with socket.create_connection(link.address, timeout=1.0) as stranger:
         challenge = stranger.recv(1000)
-        steps = dial(secret, Claims(rank, 1, 4, 0, len(peer.lanes), peer.instance, 0))
+        steps = dial(secret, LINK, Claims(rank, 1, 4, 0, len(peer.lanes), peer.instance, 0))
         next(steps)
         stranger.sendall(steps.send(challenge_of_hello or challenge)[0])
         return stranger.recv(1000)[:1]
@@ -86,7 +87,7 @@ def knock(link: Any, secret: bytes, challenge_of_hello: bytes = b"") -> bytes:
 def replay(link: Any, _: list[socket.socket]) -> None:
     """A hello that was right for another challenge, as someone who has overheard it would send it."""
     with contextlib.suppress(OSError):
-        assert knock(link, link.door._secret, MAGIC + bytes(32)) in (b"", bytes([SECRET]))
+        assert knock(link, link.admission._secret, LINK.magic + bytes(32)) in (b"", bytes([SECRET]))
     time.sleep(0.01)
 
 
@@ -151,7 +152,7 @@ def train_disturbed(what: str, num_rounds: int) -> dict[str, Any]:
             "losses": losses,
             "grown": grown,
             "files": len(os.listdir("/proc/self/fd")),
-            "attempts": len(link.door.attempts),
+            "attempts": len(link.admission.door.attempts),
             "reconnects": sum(one.reconnects for one in statistics.values()),
         }
 

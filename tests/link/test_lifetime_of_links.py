@@ -25,7 +25,8 @@ from link_pair import (
 
 import ds_hybridep.link.peer as peers
 from ds_hybridep.errors import CommunicationError
-from ds_hybridep.link.trust import WELCOME, Claims, dial
+from ds_hybridep.link.admission import LINK, Claims
+from ds_hybridep.link.trust import WELCOME, dial
 
 COMPILED = "from ds_hybridep.kernels import load_kernels\nname = load_kernels('auto').name\nimport ctypes"
 HOLDS_THE_LOCK = """
@@ -149,7 +150,7 @@ def test_what_an_earlier_link_of_a_rank_had_under_way_does_not_end_its_next_one(
         while 1 not in first.peers and time.monotonic() < deadline:
             time.sleep(0.01)
         with socket.create_connection(first.address, timeout=LIMIT_S) as earlier:
-            steps = dial(SECRET, Claims(1, 0, 2, lane=0, num_lanes=3, instance=bytes(16), received=0))
+            steps = dial(SECRET, LINK, Claims(1, 0, 2, lane=0, num_lanes=3, instance=bytes(16), received=0))
             _, count = next(steps)
             earlier.sendall(steps.send(earlier.recv(count, socket.MSG_WAITALL))[0])
             assert earlier.recv(1) == bytes([WELCOME])
@@ -174,7 +175,7 @@ def test_a_connection_that_cannot_be_made_leaves_nothing_behind():
                 ):
                     link.connect({0: silent.getsockname()})
             deadline = time.monotonic() + LIMIT_S
-            while len(os.listdir("/proc/self/fd")) > before + len(link.door.attempts) + 1:
+            while len(os.listdir("/proc/self/fd")) > before + len(link.admission.door.attempts) + 1:
                 assert time.monotonic() < deadline
                 time.sleep(0.05)
             assert link.peers == {}

@@ -14,7 +14,7 @@ from link_pair import LIMIT_S, content, linked, linked_through_proxy, make_certi
 import ds_hybridep.link.door as doors
 from ds_hybridep.errors import CommunicationError, ConfigError
 from ds_hybridep.link import TLS, LinkOptions
-from ds_hybridep.link.trust import MAGIC
+from ds_hybridep.link.admission import LINK
 from ds_hybridep.link.wire import HEADER
 
 
@@ -72,7 +72,7 @@ def test_silent_connections_are_bounded_in_number_and_age(monkeypatch):
         try:
             for _ in range(300):
                 silent.append(socket.create_connection(links[0].address))
-                assert len(links[0].door.attempts) <= doors.MAX_STRANGERS
+                assert len(links[0].admission.door.attempts) <= doors.MAX_STRANGERS
             for sock in silent:
                 sock.settimeout(LIMIT_S)
                 with contextlib.suppress(ConnectionResetError):
@@ -89,8 +89,8 @@ def test_random_bytes_and_scans_are_answered_with_a_closed_connection():
         for size in (0, 1, 47, 48, 200, 10_000):
             with socket.create_connection(links[0].address) as sock:
                 sock.sendall(os.urandom(size))
-        assert answer_of(links[0].address, os.urandom(200)).startswith(MAGIC)
-        assert answer_of(links[0].address, b"GET / HTTP/1.1\r\nHost: x\r\n\r\n" + bytes(200)).startswith(MAGIC)
+        assert answer_of(links[0].address, os.urandom(200)).startswith(LINK.magic)
+        assert answer_of(links[0].address, b"GET / HTTP/1.1\r\nHost: x\r\n\r\n" + bytes(200)).startswith(LINK.magic)
 
 
 def test_a_replayed_hello_opens_nothing():
@@ -178,7 +178,7 @@ def test_tls_carries_all_sizes_through_resets_and_nothing_is_in_the_clear(tls):
         while (sock := links[1].peer(0).lanes[0].sock) is None:  # after a reset
             assert time.monotonic() < deadline
         assert sock.version() == "TLSv1.3"
-        assert not any(MAGIC in heard for heard in proxy.heard)
+        assert not any(LINK.magic in heard for heard in proxy.heard)
 
 
 @pytest.mark.parametrize("dialler", ["none", "other authority"])
@@ -187,7 +187,7 @@ def test_a_rank_without_the_right_certificate_is_refused_and_told(tls, tmp_path,
     with linked(tls=tls) as links, traffic(links):
         theirs = None if dialler == "none" else make_certificates(tmp_path, "other")
         other = make_link(1, tls=theirs, timeout_s=5.0)
-        expected = "certificate|alert|CERTIFICATE" if theirs else "TLS configured on all ranks or on none"
+        expected = "certificate|alert|CERTIFICATE" if theirs else "TLS configured on both sides or on none"
         with pytest.raises(CommunicationError, match=expected):
             other.connect({0: links[0].address})
         other.close()
@@ -196,7 +196,7 @@ def test_a_rank_without_the_right_certificate_is_refused_and_told(tls, tmp_path,
 def test_a_rank_with_tls_dials_one_without_and_is_told(tls):
     with linked() as links, traffic(links):
         other = make_link(1, tls=tls, timeout_s=5.0)
-        with pytest.raises(CommunicationError, match="is TLS configured on all ranks or on none"):
+        with pytest.raises(CommunicationError, match="is TLS configured on both sides or on none"):
             other.connect({0: links[0].address})
         other.close()
 

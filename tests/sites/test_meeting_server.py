@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,30 +20,12 @@ import pytest
 from link_pair import make_certificates
 from scripts import free_port
 from site_jobs import Meeting, secret_file
+from site_members import LIMIT_S, NAMES, member, until
 
 from ds_hybridep.commands.main import main
 from ds_hybridep.errors import SiteError
-from ds_hybridep.link import read_secret
 from ds_hybridep.sites.member import Member
 from ds_hybridep.sites.protocol import split_address
-
-NAMES = ["a", "b"]
-LIMIT_S = 120.0
-
-
-def until(is_true: Callable[[], Any], what: str) -> Any:
-    deadline = time.monotonic() + LIMIT_S
-    while not (found := is_true()):
-        assert time.monotonic() < deadline, what
-        time.sleep(0.05)
-    return found
-
-
-def member(
-    meeting: Any, folder: Path, name: str = "a", context: Any = None, wait_s: float = 30.0, **settings: Any
-) -> Member:
-    secret = read_secret(secret_file(folder), "")
-    return Member((meeting.host, meeting.port), name, NAMES, settings, secret=secret, wait_s=wait_s, context=context)
 
 
 def called(one: Member, step: int, run: str = "") -> Member:
@@ -152,6 +134,14 @@ def test_a_meeting_point_that_is_not_there_is_said(tmp_path: Path, capsys: pytes
     assert "--connect HOST:PORT" in capsys.readouterr().err
 
 
+def test_a_port_that_is_taken_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = str(other.getsockname()[1])
+        words = ["meet", "--host", "127.0.0.1", "--port", port, "--secret-file", str(secret_file(tmp_path))]
+        assert main(words) != 0
+    assert f"cannot listen on 127.0.0.1, ports {port} to {port}" in capsys.readouterr().err
+
+
 def test_what_it_keeps_outlives_it(tmp_path: Path) -> None:
     kept = ["--folder", str(tmp_path / "kept")]
     port = free_port()
@@ -161,7 +151,7 @@ def test_what_it_keeps_outlives_it(tmp_path: Path) -> None:
     with Meeting(tmp_path, port=port, more=kept) as meeting:
         until(lambda: "run r, step 9, epoch 1" in meeting.log.read_text(), "it has read what it kept")
         for one in members:
-            until(lambda one=one: one._sock is not None and one.is_in_touch, "they come back by themselves")
+            until(lambda one=one: one.is_connected and one.is_in_touch, "they come back by themselves")
             called(one, 12, run="r")
         assert [answered(one)["epoch"] for one in members] == [2, 2]
         for one in members:
@@ -184,7 +174,7 @@ def test_another_service_on_its_port_for_a_while_ends_no_site(tmp_path: Path) ->
             sock.close()
         until(lambda: "does not speak this protocol" in one.trouble or "broke" in one.trouble, "a cause")
     with Meeting(tmp_path, port=port):
-        until(lambda: one._sock is not None, "it is connected again")
+        until(lambda: one.is_connected, "it is connected again")
         assert one.refusal == ""
         one.close()
 
@@ -246,9 +236,15 @@ def test_what_is_no_address_is_refused(text: str) -> None:
 
 
 def test_a_thread_that_fails_is_heard_of(meeting: Meeting, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hear = Member.__dict__["_hear"]
+
+    def fail_later(one: Member, said: dict[str, Any]) -> None:
+        if said["op"] == "beat":
+            raise RuntimeError("a defect")
+        hear(one, said)
+
+    monkeypatch.setattr(Member, "_hear", fail_later)  # a defect in what it does with messages
     one = member(meeting, tmp_path)
-    # A defect in what it does with messages.
-    monkeypatch.setattr(one, "_hear", lambda said: (_ for _ in ()).throw(RuntimeError("a defect")))
     with pytest.raises(SiteError, match="RuntimeError: a defect"):
         until(lambda: one.answer(0.2), "its error")
     one.close()
