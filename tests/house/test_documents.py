@@ -21,7 +21,7 @@ DOCUMENTS = [
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```", re.M | re.S)
 PROGRAMS = re.compile(
     r"(ds_hybridep|deepspeed|torchrun|accelerate|sbatch|srun|mpirun|python|sudo|make|pip|git|ssh|ip|echo"
-    r"|openssl|wg|wg-quick|ufw|llamafactory-cli|swift|axolotl) |examples/"
+    r"|openssl|wg|wg-quick|ufw|tc|ping|llamafactory-cli|swift|axolotl) |examples/"
 )
 HERE = ("ds_hybridep plan", "ds_hybridep simulate", "ds_hybridep report")
 ELSEWHERE = {  # by how a command begins: what runs it, or why nothing does
@@ -57,6 +57,8 @@ ELSEWHERE = {  # by how a command begins: what runs it, or why nothing does
     "openssl": "tests/house/test_security_page.py",
     "wg": "tests/house/test_security_page.py",
     "ufw": "not run: changes the firewall",
+    "tc": "not run: changes the network",
+    "ping": "not run: looks at the network",
     "ds_hybridep meet": "tests/sites/test_training.py",
     "deepspeed train.py --deepspeed_config": "tests/sites/test_training.py, without the launcher",
     "sbatch job.sh": "tests/house/test_launchers.py",
