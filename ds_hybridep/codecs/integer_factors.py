@@ -24,6 +24,7 @@ small become 0, so a row of zeros stays one, and no value is a subnormal number,
 """
 
 from functools import lru_cache
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -135,7 +136,7 @@ def cholesky(gram: Tensor) -> Tensor:
     """Return Cholesky factors of gram [n, rank, rank]; the unit matrix where rounding has made it indefinite."""
     factor, info = torch.linalg.cholesky_ex(gram)
     has_failed = info.bool()
-    factor = factor.masked_fill(has_failed.view(-1, 1, 1), 0.0)
+    factor = cast(Tensor, factor).masked_fill(has_failed.view(-1, 1, 1), 0.0)
     factor.diagonal(dim1=1, dim2=2).add_(has_failed.unsqueeze(1))
     return factor
 
