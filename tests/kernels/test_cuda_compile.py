@@ -35,7 +35,6 @@ VECTORS = {
     "encode_blocksILi4ELb1E": "load store",
     "encode_blocksILi8ELb1E": "load store",
     "decode_blocksILb1E": "load store",
-    "apply_productILb1E": "load store",
 }
 IN_PTX = {"load": r"ld\.global\S*\.v4\.", "store": r"st\.global\S*\.v4\."}
 BULK = ("gather_in_bulk", "combine_in_bulk")
