@@ -22,6 +22,8 @@ import zlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import compress, groupby
+from operator import itemgetter
 
 import torch
 from torch import Tensor
@@ -138,17 +140,37 @@ def _outgoing(
     exchange: Exchange, routes: Routes, send_splits: Sequence[int], x: Tensor, *, topk_weights: Tensor
 ) -> list[tuple[Tensor, Tensor]]:
     """Return metadata [m, 2K] and rows for each destination: [m, D], or records [m, B] uint8 if it has a format."""
-    kernels, formats = exchange.kernels, exchange.row_formats
-    if any(formats):
-        rows = [
-            kernels.dispatch_rows(x, tokens) if row_format is None else kernels.quantise_rows(x, tokens, row_format)
-            for tokens, row_format in zip(routes.row_to_token.split_with_sizes(send_splits), formats, strict=True)
-        ]
-    else:
-        rows = list(kernels.dispatch_rows(x, routes.row_to_token).split_with_sizes(send_splits))
+    rows = [x] * len(send_splits)
+    for row_format in dict.fromkeys(exchange.row_formats):  # a token is read and encoded once for each
+        is_mine = [one == row_format for one in exchange.row_formats]
+        slot_to_row = routes.first_slot_to_row if all(is_mine) else _rows_among(routes, send_splits, is_mine)
+        splits = list(compress(send_splits, is_mine))
+        if row_format is None:
+            made = exchange.kernels.dispatch_rows(x, slot_to_row, sum(splits))
+        else:
+            made = exchange.kernels.quantise_rows(x, slot_to_row, sum(splits), row_format)
+        for i, part in zip(compress(range(len(rows)), is_mine), made.split_with_sizes(splits), strict=True):
+            rows[i] = part
     weights = topk_weights.index_select(0, routes.row_to_token)
     metadata = torch.cat([routes.row_topk_idx, weights.view(torch.int32)], dim=1)
     return list(zip(metadata.split_with_sizes(send_splits), rows, strict=True))
+
+
+def _rows_among(routes: Routes, send_splits: Sequence[int], is_mine: Sequence[bool]) -> Tensor:
+    """Return `first_slot_to_row` with rows counted among those to some destinations, -1 for rows to others.
+
+    rows_per_destination = (2, 1, 1), is_mine = (True, False, True):  [[2, 0], [1, 3]]  ->  [[-1, 0], [1, 2]]
+    """
+    # One entry more than there are rows: -1, which slots without a row find as the last one.
+    places = routes.first_slot_to_row.new_full((routes.num_rows + 1,), -1)
+    begin = num_mine = 0
+    for is_wanted, run in groupby(zip(is_mine, send_splits, strict=True), key=itemgetter(0)):
+        count = sum(split for _, split in run)
+        if is_wanted:
+            torch.arange(num_mine, num_mine + count, out=places[begin : begin + count])
+            num_mine += count
+        begin += count
+    return places[routes.first_slot_to_row]
 
 
 def _swap_first_messages(

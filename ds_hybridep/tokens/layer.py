@@ -308,8 +308,8 @@ class _Combine(Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         if torch.is_grad_enabled():
             raise UnsupportedError(NO_SECOND_DERIVATIVES)
-        state = ctx.state
-        grad_rows = state.exchange.kernels.dispatch_rows(grad.contiguous(), state.routes.row_to_token)
+        state, routes = ctx.state, ctx.state.routes
+        grad_rows = state.exchange.kernels.dispatch_rows(grad.contiguous(), routes.first_slot_to_row, routes.num_rows)
         (grad_partial_sums,) = state.send([grad_rows], "dispatch of output gradients")
         return grad_partial_sums, None
 
@@ -318,7 +318,7 @@ class _PermuteToExperts(Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, routes: Routes, kernels: Kernels) -> Tensor:
         ctx.routes, ctx.kernels = routes, kernels
-        return kernels.dispatch_rows(rows.contiguous(), routes.row_to_token)
+        return kernels.dispatch_rows(rows.contiguous(), routes.first_slot_to_row, routes.num_rows)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:

@@ -168,8 +168,10 @@ def test_messages_are_filled_up_where_lengths_must_be_equal() -> None:
     places = torch.zeros(2, dtype=torch.int32, device=DEVICE)
     exchange = Exchange("layer", (0, 1), 0, places, channel, load_kernels("reference"), (None,) * 2, peers, peers)
     routes = mock.Mock(
+        num_rows=4,
         row_to_token=torch.empty(4, dtype=torch.int64, device=DEVICE),
         row_topk_idx=torch.empty(4, 2, dtype=torch.int32, device=DEVICE),
+        first_slot_to_row=torch.empty(4, 2, dtype=torch.int64, device=DEVICE),
     )
     with mock.patch.object(row_exchange, "row_counts", return_value=[1]):
         exchange_rows(
