@@ -106,11 +106,14 @@ class CompiledKernels:
             call(self._rows.quantise_rows, x, x_type, slot_to_row, *sizes, code, lane, records)
         return records
 
-    def dequantise_rows(self, records: Tensor, hidden: int, row_format: RowFormat, dtype: torch.dtype) -> Tensor:
-        require_records(records, hidden)
+    def dequantise_rows(
+        self, records: Tensor, hidden: int, row_format: RowFormat, dtype: torch.dtype, *, out: Tensor | None = None
+    ) -> Tensor:
+        require_records(records, hidden, dtype, out)
         out_type, code = _type_code("dtype", dtype), FORMAT_CODES[row_format]
-        device = self._device_of(records=records)
-        out = torch.empty((len(records), hidden), dtype=dtype, device=device)
+        device = self._device_of(records=records, out=out)
+        if out is None:
+            out = torch.empty((len(records), hidden), dtype=dtype, device=device)
         with self.lane(device) as lane:
             call(self._rows.dequantise_rows, records, len(records), hidden, code, lane, out, out_type)
         return out
@@ -206,12 +209,14 @@ def sizes_of(operation: str, *dims: str, **tensors: Tensor | None) -> list[int]:
     return [sizes[letter] for letter in dims]
 
 
-def require_records(records: Tensor, hidden: int) -> None:
-    """Raise ValueError unless records are [R, record_bytes(hidden)] uint8."""
+def require_records(records: Tensor, hidden: int, dtype: torch.dtype, out: Tensor | None) -> None:
+    """Raise ValueError unless records are [R, record_bytes(hidden)] uint8, and out, if given, [R, hidden] in dtype."""
     num_bytes = record_bytes(hidden)
     if records.dtype != torch.uint8 or records.dim() != 2 or records.shape[1] != num_bytes:
         got = f"{records.dtype} {tuple(records.shape)}"
         raise ValueError(f"records: got {got}, wanted torch.uint8 [R, {num_bytes}] for rows of {hidden}")
+    if out is not None and (out.dtype != dtype or out.shape != (len(records), hidden)):
+        raise ValueError(f"out: got {out.dtype} {tuple(out.shape)}, wanted {dtype} [{len(records)}, {hidden}]")
 
 
 def device_of(device_type: str, tensors: dict[str, Tensor | None]) -> torch.device:

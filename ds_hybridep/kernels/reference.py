@@ -124,19 +124,24 @@ class ReferenceKernels:
         records[:, hidden : hidden + exponents.shape[1]] = exponents
         return records
 
-    def dequantise_rows(self, records: Tensor, hidden: int, row_format: RowFormat, dtype: torch.dtype) -> Tensor:
+    def dequantise_rows(
+        self, records: Tensor, hidden: int, row_format: RowFormat, dtype: torch.dtype, *, out: Tensor | None = None
+    ) -> Tensor:
         """Return the rows [R, hidden] of records [R, record_bytes(hidden)] uint8 that `quantise_rows` has made.
 
         Elements are code times scale, at most the largest finite number of the floating point `dtype`.  Without this
         bound, a finite element near the largest number of its dtype could round to inf.
+
+        out: where to write them, a contiguous tensor that is returned; None for a new one.
         """
-        require_records(records, hidden)
+        require_records(records, hidden, dtype, out)
         code_dtype = torch.float8_e4m3fn if row_format == "fp8" else torch.int8
         codes = records[:, :hidden].contiguous().view(code_dtype).to(torch.promote_types(dtype, torch.float32))
         exponents = records[:, hidden : hidden + num_scales(hidden)]
         values = codes * _scales_of(exponents).expand(-1, -1, SCALE_BLOCK).flatten(1)[:, :hidden]
         largest = torch.finfo(dtype).max
-        return values.clamp(-largest, largest).to(dtype)
+        rows = values.clamp(-largest, largest).to(dtype)
+        return rows if out is None else out.copy_(rows)
 
     def combine_rows(
         self, rows: Tensor, slot_to_row: Tensor, weights: Tensor | None = None, *, out_dtype: torch.dtype | None = None

@@ -27,13 +27,13 @@ from operator import itemgetter
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from ds_hybridep.errors import CommunicationError
 from ds_hybridep.geometry.row_format import RowFormat
 from ds_hybridep.geometry.token_route import RouteStage
 from ds_hybridep.kernels import Kernels, Routes
 from ds_hybridep.transport.channels import Channel, Purpose, Transport, profiler_range
+from ds_hybridep.transport.streams import to_device
 
 HEADER_BYTES = 16  # four 32-bit integers, see `header_of`; what follows is aligned for every type
 JOINED_BYTES = 1 << 16  # up to this size, copying two parts into one message costs less than a second message
@@ -130,7 +130,7 @@ def exchange_rows(
 
         for rows, records, row_format in zip(rows_of, arriving, exchange.row_formats, strict=True):
             if row_format is not None:
-                rows.copy_(exchange.kernels.dequantise_rows(records, x.shape[1], row_format, x.dtype))
+                exchange.kernels.dequantise_rows(records, x.shape[1], row_format, x.dtype, out=rows)
         exchange.room_to = [count + count // 4 + 8 for count in send_splits]
         exchange.room_from = [count + count // 4 + 8 for count in recv_splits]
         return tuple(recv_splits), metadata, all_rows
@@ -178,14 +178,14 @@ def _swap_first_messages(
 ) -> list[Tensor]:
     channel, device = exchange.channel, parts[0][0].device
     said = b"".join(header_of(len(part[1]), num_tokens, _stamp(exchange, part)) for part in parts)
-    headers = torch.frombuffer(bytearray(said), dtype=torch.uint8).view(-1, HEADER_BYTES)
-    headers = headers.to(device, non_blocking=True)  # otherwise the host would wait for the rows made above
+    headers = to_device(torch.frombuffer(bytearray(said), dtype=torch.uint8), device).view(-1, HEADER_BYTES)
     sends, receives = [], []
     for i, rank in exchange.peers:
-        message = torch.cat([_bytes_of(part) for part in (headers[i], *(p[: exchange.room_to[i]] for p in parts[i]))])
+        pieces = [_bytes_of(part) for part in (headers[i], *(p[: exchange.room_to[i]] for p in parts[i]))]
         if channel.has_equal_lengths:
-            message = pad(message, (0, _message_bytes(exchange.room_to[i], parts[i]) - len(message)))
-        sends.append((rank, message))
+            missing = _message_bytes(exchange.room_to[i], parts[i]) - sum(map(len, pieces))
+            pieces.append(pieces[0].new_zeros(missing))
+        sends.append((rank, torch.cat(pieces)))
         room_bytes = _message_bytes(exchange.room_from[i], parts[i])
         receives.append((rank, torch.empty(room_bytes, dtype=torch.uint8, device=device)))
     channel.start(sends, receives, purpose).wait()

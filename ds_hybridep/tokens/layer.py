@@ -187,7 +187,8 @@ class HybridMoE:
                 for at, (chunk, count) in enumerate(zip(chunks, counts, strict=True)):
                     module = self.experts[at % len(self.experts)]  # its code, and for the own slot what is frozen
                     outputs.append(self.call(module, weights[at], chunk, count))
-            partial_sums = weighted_sum(torch.cat(outputs), row_weights, routes, self.kernels)
+            output = outputs[0] if len(outputs) == 1 else torch.cat(outputs)  # cat would copy a single one too
+            partial_sums = weighted_sum(output, row_weights, routes, self.kernels)
         return partial_sums
 
     @contextmanager

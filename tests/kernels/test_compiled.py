@@ -127,7 +127,11 @@ def test_records_of_many_rows_equal_the_reference(compiled, hidden):
             records = compiled.quantise_rows(x, *places, row_format)
             assert_identical(records, reference.quantise_rows(x, *places, row_format))
             rows = compiled.dequantise_rows(records, hidden, row_format, dtype)
-            assert_identical(rows, reference.dequantise_rows(records, hidden, row_format, dtype))
+            wanted = reference.dequantise_rows(records, hidden, row_format, dtype)
+            assert_identical(rows, wanted)
+            place = torch.full((len(rows) + 2, hidden), 7.0, dtype=dtype)
+            compiled.dequantise_rows(records, hidden, row_format, dtype, out=place[1:-1])
+            assert_identical(place, torch.nn.functional.pad(wanted, (0, 0, 1, 1), value=7.0))
 
 
 def test_rounding_to_fp8_is_that_of_torch(compiled):
@@ -357,6 +361,15 @@ def cases_of(table):
 def test_wrong_arguments(kernels, error, message, operation, arguments):
     with pytest.raises(error, match=re.escape(message)):
         getattr(kernels, operation)(*arguments)
+
+
+@pytest.mark.parametrize(
+    "place", [torch.ones(2, 5), torch.ones(1, 4), torch.ones(2, 4).half()], ids=["D", "R", "fp16"]
+)
+def test_rows_of_records_fit_their_place(kernels, place):
+    message = f"out: got {place.dtype} {tuple(place.shape)}, wanted torch.float32 [2, 4]"
+    with pytest.raises(ValueError, match=re.escape(message)):
+        kernels.dequantise_rows(RECORDS, 4, "int8", torch.float32, out=place)
 
 
 @pytest.mark.parametrize("name", ["reference", "compiled"])
