@@ -119,7 +119,7 @@ def row_cases(options: argparse.Namespace, kernels: Any) -> Iterator[Case]:
     """Dispatch, combine and its backward."""
     dtype, hidden, params = getattr(torch, options.dtype), options.hidden, row_params(options)
     plan = kernels.plan_routes(*make_routes(options, 0))
-    num_rows, num_slots = len(plan.row_to_token), options.tokens * options.top_k
+    num_rows, num_slots = plan.num_rows, options.tokens * options.top_k
     row_bytes = hidden * dtype.itemsize
     few, on_few = load_kernels("compiled", "cuda", options.sms), f"ours, {options.sms} SMs"
     turns = num_turns(options.tokens * row_bytes)
@@ -127,12 +127,13 @@ def row_cases(options: argparse.Namespace, kernels: Any) -> Iterator[Case]:
     weights = torch.rand(options.tokens, options.top_k, device="cuda")
     capacity = max(plan.rows_per_destination)
     slots = deepspeed_slots(plan, capacity)
-    rows = kernels.dispatch_rows(x[0], plan.row_to_token)
+    places = plan.first_slot_to_row, num_rows
+    rows = kernels.dispatch_rows(x[0], *places)
     assert torch.equal(rows, x[0][plan.row_to_token]), "dispatched rows differ from those of torch"
-    assert torch.equal(rows, few.dispatch_rows(x[0], plan.row_to_token))
+    assert torch.equal(rows, few.dispatch_rows(x[0], *places))
     variants: dict[str, Callable[[int], object]] = {
-        "ours": lambda turn: kernels.dispatch_rows(x[turn], plan.row_to_token),
-        on_few: lambda turn: few.dispatch_rows(x[turn], plan.row_to_token),
+        "ours": lambda turn: kernels.dispatch_rows(x[turn], *places),
+        on_few: lambda turn: few.dispatch_rows(x[turn], *places),
         "torch index_select": lambda turn: x[turn].index_select(0, plan.row_to_token),
         "deepspeed _sparse_encode": lambda turn: _sparse_encode(x[turn], slots, options.experts, capacity),
         "autoep gather_rows": lambda turn: ep_kernels.gather_rows(x[turn], plan.row_to_token),
@@ -176,25 +177,28 @@ def record_cases(options: argparse.Namespace, kernels: Any) -> Iterator[Case]:
     """Dispatch to rows of one byte an element, and back to whole ones."""
     dtype, hidden, params = getattr(torch, options.dtype), options.hidden, row_params(options)
     pair = {"ours": kernels, "torch": load_kernels("reference")}
-    places = kernels.plan_routes(*make_routes(options, 0)).row_to_token
+    plan = kernels.plan_routes(*make_routes(options, 0))
+    places, num_rows = plan.first_slot_to_row, plan.num_rows
     row_bytes = hidden * dtype.itemsize
     turns = num_turns(options.tokens * row_bytes)
     x = [torch.randn(options.tokens, hidden, device="cuda").to(dtype) for _ in range(turns)]
     for kind in get_args(RowFormat):
-        made = {name: one.quantise_rows(x[0], places, kind) for name, one in pair.items()}
+        made = {name: one.quantise_rows(x[0], places, num_rows, kind) for name, one in pair.items()}
         read = {name: one.dequantise_rows(made["ours"], hidden, kind, dtype) for name, one in pair.items()}
         assert torch.equal(made["ours"], made["torch"]), "records differ"
         assert torch.equal(read["ours"], read["torch"]), "rows differ"
         many = [made["ours"].clone() for _ in range(num_turns(made["ours"].numel()))]
         del made, read
-        variants = both(lambda one, turn, kind=kind: one.quantise_rows(x[turn], places, kind), *pair.values())
-        num_bytes = options.tokens * row_bytes + len(places) * (record_bytes(hidden) + 8)
+        variants = both(
+            lambda one, turn, kind=kind: one.quantise_rows(x[turn], places, num_rows, kind), *pair.values()
+        )
+        num_bytes = options.tokens * row_bytes + num_rows * record_bytes(hidden) + places.numel() * 8
         yield Case(f"dispatch to {kind}", params, variants, len(x), num_bytes)
         variants = both(
             lambda one, turn, kind=kind, many=many: one.dequantise_rows(many[turn], hidden, kind, dtype),
             *pair.values(),
         )
-        yield Case(f"rows from {kind}", params, variants, len(many), len(places) * (record_bytes(hidden) + row_bytes))
+        yield Case(f"rows from {kind}", params, variants, len(many), num_rows * (record_bytes(hidden) + row_bytes))
 
 
 def codec_cases(options: argparse.Namespace, kernels: Any) -> Iterator[Case]:

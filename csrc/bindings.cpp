@@ -10,6 +10,7 @@
 
 #include <pybind11/pybind11.h>
 
+#include <algorithm>
 #include <cstdint>
 #include <initializer_list>
 #include <string>
@@ -64,6 +65,18 @@ void require_in_range(const char* name, Address values, int64_t wrong, int64_t s
     if (wrong == hybridep::kAllInRange) return;
     throw py::index_error(std::string(name) + ": holds " + std::to_string(at<const int64_t>(values)[wrong]) +
                           ", but there are " + std::to_string(size) + " " + of_what);
+}
+
+// The same for slots that must have each row once.
+void require_slots(Address slot_to_row, int64_t wrong, const hybridep::RowSizes& sizes) {
+    if (wrong != hybridep::kNotAllRows) {
+        return require_in_range("slot_to_row", slot_to_row, wrong, sizes.num_rows, "rows");
+    }
+    const auto* rows = at<const int64_t>(slot_to_row);
+    const int64_t num_slots = sizes.num_tokens * sizes.top_k;
+    const auto found = std::count_if(rows, rows + num_slots, [](int64_t row) { return row >= 0; });
+    throw py::value_error("slot_to_row: " + std::to_string(found) + " slots have a row, but there are " +
+                          std::to_string(sizes.num_rows) + " rows: wanted one slot for each");
 }
 
 hybridep::Routes to_routes(Address topk_idx, Address expert_to_destination, int64_t num_tokens, int64_t top_k,
@@ -131,27 +144,29 @@ void plan_fill(Address topk_idx, Address expert_to_destination, int64_t num_toke
 
 #endif
 
-void dispatch_rows(Address x, Address row_to_token, int64_t num_tokens, int64_t num_rows, int64_t row_bytes, Lane lane,
-                   Address out) {
-    require_sizes({num_tokens, num_rows, row_bytes});
-    const int64_t wrong = hybridep::dispatch_rows(at<const void>(x), at<const int64_t>(row_to_token), num_tokens,
-                                                  num_rows, row_bytes, to_lane(lane), at<void>(out));
-    require_in_range("row_to_token", row_to_token, wrong, num_tokens, "tokens");
+void dispatch_rows(Address x, Address slot_to_row, int64_t num_tokens, int64_t top_k, int64_t num_rows,
+                   int64_t hidden, int64_t element_bytes, Lane lane, Address out) {
+    require_sizes({num_tokens, top_k, num_rows, hidden, element_bytes});
+    const hybridep::RowSizes sizes{num_tokens, top_k, num_rows, hidden};
+    const int64_t wrong = hybridep::dispatch_rows(at<const void>(x), at<const int64_t>(slot_to_row), sizes,
+                                                  element_bytes, to_lane(lane), at<void>(out));
+    require_slots(slot_to_row, wrong, sizes);
 }
 
-void quantise_rows(Address x, int x_type, Address row_to_token, int64_t num_tokens, int64_t num_rows, int64_t hidden,
-                   int format, Lane lane, Address records) {
-    require_sizes({num_tokens, num_rows, hidden});
-    const int64_t wrong = hybridep::quantise_rows(at<const void>(x), to_type(x_type), at<const int64_t>(row_to_token),
-                                                  {num_tokens, num_rows, hidden}, to_row_format(format), to_lane(lane),
-                                                  at<uint8_t>(records));
-    require_in_range("row_to_token", row_to_token, wrong, num_tokens, "tokens");
+void quantise_rows(Address x, int x_type, Address slot_to_row, int64_t num_tokens, int64_t top_k, int64_t num_rows,
+                   int64_t hidden, int format, Lane lane, Address records) {
+    require_sizes({num_tokens, top_k, num_rows, hidden});
+    const hybridep::RowSizes sizes{num_tokens, top_k, num_rows, hidden};
+    const int64_t wrong =
+        hybridep::quantise_rows(at<const void>(x), to_type(x_type), at<const int64_t>(slot_to_row), sizes,
+                                to_row_format(format), to_lane(lane), at<uint8_t>(records));
+    require_slots(slot_to_row, wrong, sizes);
 }
 
 void dequantise_rows(Address records, int64_t num_rows, int64_t hidden, int format, Lane lane, Address out,
                      int out_type) {
     require_sizes({num_rows, hidden});
-    hybridep::dequantise_rows(at<const uint8_t>(records), {0, num_rows, hidden}, to_row_format(format), to_lane(lane),
+    hybridep::dequantise_rows(at<const uint8_t>(records), {0, 0, num_rows, hidden}, to_row_format(format), to_lane(lane),
                               at<void>(out), to_type(out_type));
 }
 
@@ -177,11 +192,11 @@ void combine_rows_backward(Address grad, int grad_type, Address rows, int rows_t
 
 #ifdef HYBRIDEP_CUDA
 
-void dispatch_rows_on(int num_sms, Address x, Address row_to_token, int64_t num_tokens, int64_t num_rows,
-                      int64_t row_bytes, Lane lane, Address out) {
-    require_sizes({num_tokens, num_rows, row_bytes});
-    hybridep::dispatch_rows_on(num_sms, at<const void>(x), at<const int64_t>(row_to_token), num_tokens, num_rows,
-                               row_bytes, to_lane(lane), at<void>(out));
+void dispatch_rows_on(int num_sms, Address x, Address slot_to_row, int64_t num_tokens, int64_t top_k,
+                      int64_t num_rows, int64_t hidden, int64_t element_bytes, Lane lane, Address out) {
+    require_sizes({num_tokens, top_k, num_rows, hidden, element_bytes});
+    hybridep::dispatch_rows_on(num_sms, at<const void>(x), at<const int64_t>(slot_to_row),
+                               {num_tokens, top_k, num_rows, hidden}, element_bytes, to_lane(lane), at<void>(out));
 }
 
 void combine_rows_on(int num_sms, Address rows, int rows_type, Address slot_to_row, Address weights,
@@ -193,18 +208,18 @@ void combine_rows_on(int num_sms, Address rows, int rows_type, Address slot_to_r
                               at<void>(out), to_type(out_type));
 }
 
-void quantise_rows_on(int num_sms, Address x, int x_type, Address row_to_token, int64_t num_tokens, int64_t num_rows,
-                      int64_t hidden, int format, Lane lane, Address records) {
-    require_sizes({num_tokens, num_rows, hidden});
-    hybridep::quantise_rows_on(num_sms, at<const void>(x), to_type(x_type), at<const int64_t>(row_to_token),
-                               {num_tokens, num_rows, hidden}, to_row_format(format), to_lane(lane),
+void quantise_rows_on(int num_sms, Address x, int x_type, Address slot_to_row, int64_t num_tokens, int64_t top_k,
+                      int64_t num_rows, int64_t hidden, int format, Lane lane, Address records) {
+    require_sizes({num_tokens, top_k, num_rows, hidden});
+    hybridep::quantise_rows_on(num_sms, at<const void>(x), to_type(x_type), at<const int64_t>(slot_to_row),
+                               {num_tokens, top_k, num_rows, hidden}, to_row_format(format), to_lane(lane),
                                at<uint8_t>(records));
 }
 
 void dequantise_rows_on(int num_sms, Address records, int64_t num_rows, int64_t hidden, int format, Lane lane,
                         Address out, int out_type) {
     require_sizes({num_rows, hidden});
-    hybridep::dequantise_rows_on(num_sms, at<const uint8_t>(records), {0, num_rows, hidden}, to_row_format(format),
+    hybridep::dequantise_rows_on(num_sms, at<const uint8_t>(records), {0, 0, num_rows, hidden}, to_row_format(format),
                                  to_lane(lane), at<void>(out), to_type(out_type));
 }
 

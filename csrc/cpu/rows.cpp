@@ -40,6 +40,17 @@ int64_t first_outside(const int64_t* index, int64_t count, int64_t lowest, int64
 
 constexpr int64_t kAnyNegative = std::numeric_limits<int64_t>::min();
 
+// Position of the first row out of range, kAllInRange, or kNotAllRows.
+int64_t check_slots(const int64_t* slot_to_row, const RowSizes& sizes) {
+    const int64_t num_slots = sizes.num_tokens * sizes.top_k;
+    const int64_t wrong = first_outside(slot_to_row, num_slots, kAnyNegative, sizes.num_rows);
+    if (wrong != kAllInRange) return wrong;
+    int64_t num_found = 0;
+#pragma omp simd reduction(+ : num_found)
+    for (int64_t slot = 0; slot < num_slots; ++slot) num_found += slot_to_row[slot] >= 0;
+    return num_found == sizes.num_rows ? kAllInRange : kNotAllRows;
+}
+
 // --- Plan -----------------------------------------------------------------------------------------------------------
 
 struct TokenRange {
@@ -144,16 +155,20 @@ void plan_fill(const Routes& routes, int64_t num_chunks, int64_t* chunk_rows, in
 
 // --- Dispatch -------------------------------------------------------------------------------------------------------
 
-int64_t dispatch_rows(const void* x, const int64_t* row_to_token, int64_t num_tokens, int64_t num_rows,
-                      int64_t row_bytes, int num_threads, void* out) {
-    const int64_t wrong = first_outside(row_to_token, num_rows, 0, num_tokens);
+int64_t dispatch_rows(const void* x, const int64_t* slot_to_row, const RowSizes& sizes, int64_t element_bytes,
+                      int num_threads, void* out) {
+    const int64_t row_bytes = sizes.hidden * element_bytes;
+    const int64_t wrong = check_slots(slot_to_row, sizes);
     if (wrong != kAllInRange || row_bytes == 0) return wrong;
     const char* source = static_cast<const char*>(x);
     char* target = static_cast<char*>(out);
-    const int threads = threads_for_bytes(num_rows * row_bytes, num_threads);
+    const int threads = threads_for_bytes(sizes.num_rows * row_bytes, num_threads);
 #pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1)
-    for (int64_t row = 0; row < num_rows; ++row) {
-        std::memcpy(target + row * row_bytes, source + row_to_token[row] * row_bytes, row_bytes);
+    for (int64_t token = 0; token < sizes.num_tokens; ++token) {
+        for (int64_t slot = token * sizes.top_k; slot < (token + 1) * sizes.top_k; ++slot) {
+            const int64_t row = slot_to_row[slot];
+            if (row >= 0) std::memcpy(target + row * row_bytes, source + token * row_bytes, row_bytes);
+        }
     }
     return kAllInRange;
 }
@@ -194,18 +209,28 @@ void dequantise_row(const uint8_t* record, int64_t hidden, T* row) {
 
 }  // namespace
 
-int64_t quantise_rows(const void* x, Type x_type, const int64_t* row_to_token, const RowSizes& sizes, RowFormat format,
+int64_t quantise_rows(const void* x, Type x_type, const int64_t* slot_to_row, const RowSizes& sizes, RowFormat format,
                       int num_threads, uint8_t* records) {
-    const int64_t wrong = first_outside(row_to_token, sizes.num_rows, 0, sizes.num_tokens);
+    const int64_t wrong = check_slots(slot_to_row, sizes);
     if (wrong != kAllInRange) return wrong;
+    const int64_t length = record_bytes(sizes.hidden);
     const int threads = threads_for(sizes.num_rows * sizes.hidden, num_threads);
     with_code(format, [&](auto code) {
         with_type(x_type, [&](auto element) {
             const auto* source = static_cast<const decltype(element)*>(x);
 #pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1)
-            for (int64_t row = 0; row < sizes.num_rows; ++row) {
-                quantise_row<decltype(code)>(source + row_to_token[row] * sizes.hidden, sizes.hidden,
-                                             records + row * record_bytes(sizes.hidden));
+            for (int64_t token = 0; token < sizes.num_tokens; ++token) {
+                const uint8_t* first = nullptr;
+                for (int64_t slot = token * sizes.top_k; slot < (token + 1) * sizes.top_k; ++slot) {
+                    if (slot_to_row[slot] < 0) continue;
+                    uint8_t* record = records + slot_to_row[slot] * length;
+                    if (first == nullptr) {
+                        quantise_row<decltype(code)>(source + token * sizes.hidden, sizes.hidden, record);
+                        first = record;
+                    } else {
+                        std::copy_n(first, length, record);
+                    }
+                }
             }
         });
     });
@@ -232,7 +257,7 @@ void dequantise_rows(const uint8_t* records, const RowSizes& sizes, RowFormat fo
 namespace {
 
 template <typename Row, typename Out>
-void combine_tokens(const Row* rows, const int64_t* slot_to_row, const float* weights, const CombineSizes& sizes,
+void combine_tokens(const Row* rows, const int64_t* slot_to_row, const float* weights, const RowSizes& sizes,
                     int threads, Out* out) {
     const int64_t top_k = sizes.top_k, hidden = sizes.hidden;
 #pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1)
@@ -256,7 +281,7 @@ void combine_tokens(const Row* rows, const int64_t* slot_to_row, const float* we
 }
 
 // Slots of each row as linked lists in slot order: head [R] and next [T * K] hold slots, -1 ends a list.
-void list_slots(const int64_t* slot_to_row, const CombineSizes& sizes, int64_t* head, int64_t* next) {
+void list_slots(const int64_t* slot_to_row, const RowSizes& sizes, int64_t* head, int64_t* next) {
     std::fill_n(head, sizes.num_rows, -1);
     for (int64_t slot = sizes.num_tokens * sizes.top_k - 1; slot >= 0; --slot) {
         const int64_t row = slot_to_row[slot];
@@ -281,7 +306,7 @@ float sum_of(const float* values, int64_t count) {
 }
 
 template <typename Grad, typename Row>
-void combine_backward_by_row(const Grad* grad, const Row* rows, const float* weights, const CombineSizes& sizes,
+void combine_backward_by_row(const Grad* grad, const Row* rows, const float* weights, const RowSizes& sizes,
                              int threads, const int64_t* head, const int64_t* next, Row* grad_rows,
                              float* grad_weights) {
     const int64_t top_k = sizes.top_k, hidden = sizes.hidden;
@@ -315,7 +340,7 @@ void combine_backward_by_row(const Grad* grad, const Row* rows, const float* wei
 }  // namespace
 
 int64_t combine_rows(const void* rows, Type rows_type, const int64_t* slot_to_row, const float* weights,
-                     const CombineSizes& sizes, int num_threads, void* out, Type out_type) {
+                     const RowSizes& sizes, int num_threads, void* out, Type out_type) {
     const int64_t num_slots = sizes.num_tokens * sizes.top_k;
     const int64_t wrong = first_outside(slot_to_row, num_slots, kAnyNegative, sizes.num_rows);
     if (wrong != kAllInRange) return wrong;
@@ -330,7 +355,7 @@ int64_t combine_rows(const void* rows, Type rows_type, const int64_t* slot_to_ro
 }
 
 int64_t combine_rows_backward(const void* grad, Type grad_type, const void* rows, Type rows_type,
-                              const int64_t* slot_to_row, const float* weights, const CombineSizes& sizes,
+                              const int64_t* slot_to_row, const float* weights, const RowSizes& sizes,
                               int num_threads, int64_t* scratch, void* grad_rows, float* grad_weights) {
     const int64_t num_slots = sizes.num_tokens * sizes.top_k;
     const int64_t wrong = first_outside(slot_to_row, num_slots, kAnyNegative, sizes.num_rows);

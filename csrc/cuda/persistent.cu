@@ -25,40 +25,36 @@ void require_sms(int num_sms) {
 
 // --- Dispatch -------------------------------------------------------------------------------------------------------
 //
-// One warp.  A stage holds a piece of a row, which the first lane loads and stores.  A stage may be loaded again after
-// its store has read it; the warp checks that kLag tasks later.
+// One warp.  A stage holds a piece of a token.  The first lane loads it, and each lane stores it to one row of the
+// token.  A stage may be loaded again after its stores have read it; the warp checks that kLag tasks later.
 
 constexpr int kStageBytes = 16 * 1024;
 [[maybe_unused]] constexpr int kLag = 2;
 constexpr int kMaxStages = 12;
+constexpr int kMaxSlots = kLanes;  // of a token: a lane for each, here and in combine
 
 __global__ void __launch_bounds__(kLanes)
-    gather_in_bulk(const char* __restrict__ x, const int64_t* __restrict__ row_to_token, int64_t num_tokens,
-                   int64_t num_rows, int64_t row_bytes, int num_stages, char* __restrict__ out) {
+    scatter_in_bulk(const char* __restrict__ x, const int64_t* __restrict__ slot_to_row, RowSizes sizes,
+                    int64_t row_bytes, int num_stages, char* __restrict__ out) {
 #ifdef HYBRIDEP_HAS_BULK
     char* stages = dynamic_shared<char>();
     auto* is_full = reinterpret_cast<Barrier*>(stages + num_stages * kStageBytes);
     const int64_t num_pieces = (row_bytes + kStageBytes - 1) / kStageBytes;
-    const int64_t num_tasks = num_own_tasks(num_rows * num_pieces);
+    const int64_t num_tasks = num_own_tasks(sizes.num_tokens * num_pieces);
     const int lane = lane_idx();
 
-    const auto row_of = [&](int64_t i) { return (blockIdx.x + i * gridDim.x) / num_pieces; };
+    const auto token_of = [&](int64_t i) { return (blockIdx.x + i * gridDim.x) / num_pieces; };
     const auto begin_of = [&](int64_t i) { return (blockIdx.x + i * gridDim.x) % num_pieces * kStageBytes; };
     const auto bytes_of = [&](int64_t i) {
         const int64_t left = row_bytes - begin_of(i);
         return static_cast<int>(left < kStageBytes ? left : kStageBytes);
     };
-    int64_t tokens = 0;  // tokens of 32 tasks, from the last multiple of 32 on; one in each lane
     const auto start_load = [&](int64_t i) {
-        if (i % kLanes == 0 && i + lane < num_tasks) {
-            tokens = row_to_token[row_of(i + lane)];
-            if (tokens < 0 || tokens >= num_tokens) fail_index("row_to_token", tokens, num_tokens, "tokens");
-        }
-        const int64_t token = __shfl_sync(kAllLanes, tokens, static_cast<int>(i % kLanes));
         if (lane != 0) return;
         const int stage = static_cast<int>(i % num_stages);
         barrier_arrive(is_full + stage, bytes_of(i));
-        bulk_load(stages + stage * kStageBytes, x + token * row_bytes + begin_of(i), bytes_of(i), is_full + stage);
+        bulk_load(stages + stage * kStageBytes, x + token_of(i) * row_bytes + begin_of(i), bytes_of(i),
+                  is_full + stage);
     };
 
     if (lane == 0) {
@@ -69,17 +65,17 @@ __global__ void __launch_bounds__(kLanes)
     for (int64_t i = 0; i < num_stages && i < num_tasks; ++i) start_load(i);
     for (int64_t i = 0; i < num_tasks; ++i) {
         const int stage = static_cast<int>(i % num_stages);
+        const int64_t row = lane < sizes.top_k ? slot_to_row[token_of(i) * sizes.top_k + lane] : -1;
+        if (row >= sizes.num_rows) fail_index("slot_to_row", row, sizes.num_rows, "rows");
         barrier_wait(is_full + stage, static_cast<int>(i / num_stages % 2));
-        if (lane == 0) {
-            bulk_store(out + row_of(i) * row_bytes + begin_of(i), stages + stage * kStageBytes, bytes_of(i));
-            bulk_commit();
-            bulk_wait_read<kLag>();
-        }
+        if (row >= 0) bulk_store(out + row * row_bytes + begin_of(i), stages + stage * kStageBytes, bytes_of(i));
+        bulk_commit();
+        bulk_wait_read<kLag>();
         __syncwarp();
         const int64_t next = i - kLag + num_stages;
         if (i >= kLag && next < num_tasks) start_load(next);
     }
-    if (lane == 0) bulk_wait_read<0>();
+    bulk_wait_read<0>();
 #else
     __trap();
 #endif
@@ -93,7 +89,6 @@ __global__ void __launch_bounds__(kLanes)
 constexpr int kSummers = 256;
 [[maybe_unused]] constexpr int kSummerWarps = kSummers / kLanes;
 constexpr int kPieceBytes = 16 * kSummers;
-constexpr int kMaxSlots = 32;  // each lane starts the load of one slot
 
 struct StageInfo {
     Barrier is_full;
@@ -105,7 +100,7 @@ struct StageInfo {
 template <typename Rows, typename Out>
 __global__ void __launch_bounds__(kLanes + kSummers)
     combine_in_bulk(Rows rows, const int64_t* __restrict__ slot_to_row, const float* __restrict__ weights,
-                    CombineSizes sizes, int num_stages, Out out) {
+                    RowSizes sizes, int num_stages, Out out) {
 #ifdef HYBRIDEP_HAS_BULK
     constexpr int kWidth = Rows::kWidth;
     constexpr int kElementBytes = 16 / kWidth;
@@ -176,34 +171,28 @@ __global__ void __launch_bounds__(kLanes + kSummers)
 
 }  // namespace
 
-int64_t dispatch_rows_on(int num_sms, const void* x, const int64_t* row_to_token, int64_t num_tokens, int64_t num_rows,
-                         int64_t row_bytes, Stream stream, void* out) {
+int64_t dispatch_rows_on(int num_sms, const void* x, const int64_t* slot_to_row, const RowSizes& sizes,
+                         int64_t element_bytes, Stream stream, void* out) {
     require_sms(num_sms);
-    if (row_bytes > 0 && row_bytes % 16 == 0 && is_aligned(16, x, out) && has_bulk_copies(gather_in_bulk)) {
-        const int64_t stage_bytes = kStageBytes + static_cast<int64_t>(sizeof(Barrier));
-        const int64_t num_stages = std::min<int64_t>(max_shared_bytes() / stage_bytes, kMaxStages);
-        const int64_t num_tasks = num_rows * blocks_for(row_bytes, kStageBytes);
-        launch({.grid = std::min<int64_t>(num_sms, num_tasks),
-                .block = kLanes,
-                .stream = stream,
-                .shared_bytes = static_cast<size_t>(num_stages * stage_bytes)},
-               gather_in_bulk, static_cast<const char*>(x), row_to_token, num_tokens, num_rows, row_bytes,
-               static_cast<int>(num_stages), static_cast<char*>(out));
+    const int64_t row_bytes = sizes.hidden * element_bytes;
+    const bool fits = row_bytes > 0 && row_bytes % 16 == 0 && sizes.top_k <= kMaxSlots && is_aligned(16, x, out);
+    if (!fits || !has_bulk_copies(scatter_in_bulk)) {
+        launch_scatter<kLoopBlock>(num_sms, x, slot_to_row, sizes, row_bytes, stream, out);
         return kAllInRange;
     }
-    with_unit(x, out, row_bytes, [&](auto unit) {
-        using Unit = decltype(unit);
-        launch({.grid = std::min<int64_t>(num_sms, blocks_for(num_rows * kLanes, kLoopBlock)),
-                .block = kLoopBlock,
-                .stream = stream},
-               gather_rows<Unit, kLoopBlock>, static_cast<const Unit*>(x), row_to_token, num_tokens, num_rows,
-               row_bytes / static_cast<int64_t>(sizeof(Unit)), static_cast<Unit*>(out));
-    });
+    const int64_t stage_bytes = kStageBytes + static_cast<int64_t>(sizeof(Barrier));
+    const int64_t num_stages = std::min<int64_t>(max_shared_bytes() / stage_bytes, kMaxStages);
+    launch({.grid = std::min<int64_t>(num_sms, sizes.num_tokens * blocks_for(row_bytes, kStageBytes)),
+            .block = kLanes,
+            .stream = stream,
+            .shared_bytes = static_cast<size_t>(num_stages * stage_bytes)},
+           scatter_in_bulk, static_cast<const char*>(x), slot_to_row, sizes, row_bytes, static_cast<int>(num_stages),
+           static_cast<char*>(out));
     return kAllInRange;
 }
 
 int64_t combine_rows_on(int num_sms, const void* rows, Type rows_type, const int64_t* slot_to_row,
-                        const float* weights, const CombineSizes& sizes, Stream stream, void* out, Type out_type) {
+                        const float* weights, const RowSizes& sizes, Stream stream, void* out, Type out_type) {
     require_sms(num_sms);
     const int64_t stage_bytes = sizes.top_k * kPieceBytes + static_cast<int64_t>(sizeof(StageInfo));
     const int64_t num_stages = std::min<int64_t>(max_shared_bytes() / stage_bytes, kMaxStages);
@@ -231,10 +220,10 @@ int64_t combine_rows_on(int num_sms, const void* rows, Type rows_type, const int
     return kAllInRange;
 }
 
-int64_t quantise_rows_on(int num_sms, const void* x, Type x_type, const int64_t* row_to_token, const RowSizes& sizes,
+int64_t quantise_rows_on(int num_sms, const void* x, Type x_type, const int64_t* slot_to_row, const RowSizes& sizes,
                          RowFormat format, Stream stream, uint8_t* records) {
     require_sms(num_sms);
-    launch_quantise<kLoopBlock>(num_sms, x, x_type, row_to_token, sizes, format, stream, records);
+    launch_quantise<kLoopBlock>(num_sms, x, x_type, slot_to_row, sizes, format, stream, records);
     return kAllInRange;
 }
 
@@ -245,7 +234,7 @@ void dequantise_rows_on(int num_sms, const uint8_t* records, const RowSizes& siz
 }
 
 int64_t combine_rows_backward_on(int num_sms, const void* grad, Type grad_type, const void* rows, Type rows_type,
-                                 const int64_t* slot_to_row, const float* weights, const CombineSizes& sizes,
+                                 const int64_t* slot_to_row, const float* weights, const RowSizes& sizes,
                                  Stream stream, int64_t* scratch, void* grad_rows, float* grad_weights) {
     require_sms(num_sms);
     launch_combine_backward<kLoopBlock>(num_sms, grad, grad_type, rows, rows_type, slot_to_row, weights, sizes, stream,

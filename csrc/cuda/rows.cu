@@ -15,20 +15,15 @@ constexpr int kCombineBlock = 128;
 
 }  // namespace
 
-int64_t dispatch_rows(const void* x, const int64_t* row_to_token, int64_t num_tokens, int64_t num_rows,
-                      int64_t row_bytes, Stream stream, void* out) {
-    with_unit(x, out, row_bytes, [&](auto unit) {
-        using Unit = decltype(unit);
-        launch({.grid = blocks_for(num_rows * kLanes, kRowBlock), .block = kRowBlock, .stream = stream},
-               gather_rows<Unit, kRowBlock>, static_cast<const Unit*>(x), row_to_token, num_tokens, num_rows,
-               row_bytes / static_cast<int64_t>(sizeof(Unit)), static_cast<Unit*>(out));
-    });
+int64_t dispatch_rows(const void* x, const int64_t* slot_to_row, const RowSizes& sizes, int64_t element_bytes,
+                      Stream stream, void* out) {
+    launch_scatter<kRowBlock>(kMaxGrid, x, slot_to_row, sizes, sizes.hidden * element_bytes, stream, out);
     return kAllInRange;
 }
 
-int64_t quantise_rows(const void* x, Type x_type, const int64_t* row_to_token, const RowSizes& sizes, RowFormat format,
+int64_t quantise_rows(const void* x, Type x_type, const int64_t* slot_to_row, const RowSizes& sizes, RowFormat format,
                       Stream stream, uint8_t* records) {
-    launch_quantise<kRowBlock>(kMaxGrid, x, x_type, row_to_token, sizes, format, stream, records);
+    launch_quantise<kRowBlock>(kMaxGrid, x, x_type, slot_to_row, sizes, format, stream, records);
     return kAllInRange;
 }
 
@@ -38,7 +33,7 @@ void dequantise_rows(const uint8_t* records, const RowSizes& sizes, RowFormat fo
 }
 
 int64_t combine_rows(const void* rows, Type rows_type, const int64_t* slot_to_row, const float* weights,
-                     const CombineSizes& sizes, Stream stream, void* out, Type out_type) {
+                     const RowSizes& sizes, Stream stream, void* out, Type out_type) {
     with_views(const_cast<void*>(rows), rows_type, out, out_type, sizes.hidden, [&](auto from, auto to) {
         const int64_t num_pieces = blocks_for(sizes.hidden / from.kWidth, kCombineBlock);
         launch({.grid = std::min(sizes.num_tokens * num_pieces, kMaxGrid), .block = kCombineBlock, .stream = stream},
@@ -48,7 +43,7 @@ int64_t combine_rows(const void* rows, Type rows_type, const int64_t* slot_to_ro
 }
 
 int64_t combine_rows_backward(const void* grad, Type grad_type, const void* rows, Type rows_type,
-                              const int64_t* slot_to_row, const float* weights, const CombineSizes& sizes,
+                              const int64_t* slot_to_row, const float* weights, const RowSizes& sizes,
                               Stream stream, int64_t* scratch, void* grad_rows, float* grad_weights) {
     launch_combine_backward<kRowBlock>(kMaxGrid, grad, grad_type, rows, rows_type, slot_to_row, weights, sizes, stream,
                                        scratch, grad_rows, grad_weights);

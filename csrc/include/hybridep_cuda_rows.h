@@ -15,22 +15,40 @@ namespace hybridep {
 
 inline constexpr int kInFlight = 4;  // loads that a thread starts before it uses the first one
 
-// A warp per row of out.
+// Whether a token has a row; the whole warp asks.
+__device__ __forceinline__ bool has_row(const int64_t* __restrict__ slot_to_row, int64_t token,
+                                        const RowSizes& sizes) {
+    bool is_any = false;
+    for (int64_t k = lane_idx(); k < sizes.top_k; k += kLanes) {
+        const int64_t row = slot_to_row[token * sizes.top_k + k];
+        if (row >= sizes.num_rows) fail_index("slot_to_row", row, sizes.num_rows, "rows");
+        is_any |= row >= 0;
+    }
+    return __ballot_sync(kAllLanes, is_any) != 0;
+}
+
+inline constexpr int64_t kPieceUnits = kInFlight * kLanes;
+
+// A warp per piece of a token, grid-stride: loads it once, and stores it to each row of the token.
 template <typename Unit, int kBlock>
 __global__ void __launch_bounds__(kBlock, 1)
-    gather_rows(const Unit* __restrict__ x, const int64_t* __restrict__ row_to_token, int64_t num_tokens,
-                int64_t num_rows, int64_t num_units, Unit* __restrict__ out) {
-    for (int64_t row = global_warp(); row < num_rows; row += num_threads() / kLanes) {
-        const int64_t token = row_to_token[row];
-        if (token < 0 || token >= num_tokens) fail_index("row_to_token", token, num_tokens, "tokens");
+    scatter_tokens(const Unit* __restrict__ x, const int64_t* __restrict__ slot_to_row, RowSizes sizes,
+                   int64_t num_units, Unit* __restrict__ out) {
+    const int64_t num_pieces = ceil_div(num_units, kPieceUnits);
+    for (int64_t task = global_warp(); task < sizes.num_tokens * num_pieces; task += num_threads() / kLanes) {
+        const int64_t token = task / num_pieces;
+        const int64_t begin = task % num_pieces * kPieceUnits + lane_idx();
+        if (!has_row(slot_to_row, token, sizes)) continue;
         const Unit* from = x + token * num_units;
-        Unit* to = out + row * num_units;
-        for (int64_t begin = lane_idx(); begin < num_units; begin += kInFlight * kLanes) {
-            Unit values[kInFlight];
+        Unit values[kInFlight];
 #pragma unroll
-            for (int i = 0; i < kInFlight; ++i) {
-                if (begin + i * kLanes < num_units) values[i] = from[begin + i * kLanes];
-            }
+        for (int i = 0; i < kInFlight; ++i) {
+            if (begin + i * kLanes < num_units) values[i] = from[begin + i * kLanes];
+        }
+        for (int64_t k = 0; k < sizes.top_k; ++k) {
+            const int64_t row = slot_to_row[token * sizes.top_k + k];
+            if (row < 0) continue;
+            Unit* to = out + row * num_units;
 #pragma unroll
             for (int i = 0; i < kInFlight; ++i) {
                 if (begin + i * kLanes < num_units) to[begin + i * kLanes] = values[i];
@@ -46,6 +64,22 @@ void with_unit(const void* x, const void* out, int64_t row_bytes, Body&& body) {
     if (row_bytes % 4 == 0 && is_aligned(4, x, out)) return body(uint32_t{});
     if (row_bytes % 2 == 0 && is_aligned(2, x, out)) return body(uint16_t{});
     body(uint8_t{});
+}
+
+// dispatch_rows with at most `most_blocks` blocks.
+template <int kBlock>
+void launch_scatter(int64_t most_blocks, const void* x, const int64_t* slot_to_row, const RowSizes& sizes,
+                    int64_t row_bytes, Stream stream, void* out) {
+    with_unit(x, out, row_bytes, [&](auto unit) {
+        using Unit = decltype(unit);
+        const int64_t num_units = row_bytes / static_cast<int64_t>(sizeof(Unit));
+        const int64_t num_tasks = sizes.num_tokens * ceil_div(num_units, kPieceUnits);
+        launch({.grid = std::min(blocks_for(num_tasks * kLanes, kBlock), most_blocks),
+                .block = kBlock,
+                .stream = stream},
+               scatter_tokens<Unit, kBlock>, static_cast<const Unit*>(x), slot_to_row, sizes, num_units,
+               static_cast<Unit*>(out));
+    });
 }
 
 // --- Combine --------------------------------------------------------------------------------------------------------
@@ -117,7 +151,7 @@ void with_views(void* first, Type first_type, void* second, Type second_type, in
 template <int kBlock, typename Rows, typename Out>
 __global__ void __launch_bounds__(kBlock, 1)
     combine_tokens(Rows rows, const int64_t* __restrict__ slot_to_row, const float* __restrict__ weights,
-                   CombineSizes sizes, Out out) {
+                   RowSizes sizes, Out out) {
     constexpr int kWidth = Rows::kWidth;
     const int64_t num_vectors = sizes.hidden / kWidth;
     const int64_t num_pieces = (num_vectors + kBlock - 1) / kBlock;
@@ -153,62 +187,84 @@ __global__ void __launch_bounds__(kBlock, 1)
 
 // --- Rows of one byte an element ------------------------------------------------------------------------------------
 
-// A warp per row, grid-stride.  It takes several blocks of the row at a time: kLanesEach lanes hold a block, kVectors vectors in each lane.
+// How a warp holds a piece of a token: kLanesEach lanes hold a block, kVectors vectors in each lane, and kTogether
+// blocks are next to each other, kInFlight times.
+template <typename Rows>
+struct BlocksOfWarp {
+    static constexpr int kLanesEach = kScaleBlock / Rows::kWidth < kLanes ? kScaleBlock / Rows::kWidth : kLanes;
+    static constexpr int kVectors = kScaleBlock / Rows::kWidth / kLanesEach;
+    static constexpr int kTogether = kLanes / kLanesEach;
+    static constexpr int64_t kAll = kInFlight * kTogether;
+};
+
+// A warp per piece of a token, grid-stride: quantises it once, and stores it to each row of the token.
 template <int kBlock, typename Code, typename Rows>
 __global__ void __launch_bounds__(kBlock, kBlock > 256 ? 1 : 3)  // without a spill
-    quantise_tokens(Rows x, const int64_t* __restrict__ row_to_token, RowSizes sizes, int64_t length,
+    quantise_tokens(Rows x, const int64_t* __restrict__ slot_to_row, RowSizes sizes, int64_t length,
                     uint8_t* __restrict__ records) {
-    constexpr int kWidth = Rows::kWidth;
-    constexpr int kLanesEach = kScaleBlock / kWidth < kLanes ? kScaleBlock / kWidth : kLanes;
-    constexpr int kVectors = kScaleBlock / kWidth / kLanesEach;
-    constexpr int kTogether = kLanes / kLanesEach;
+    using Blocks = BlocksOfWarp<Rows>;
+    constexpr int kWidth = Rows::kWidth, kLanesEach = Blocks::kLanesEach, kVectors = Blocks::kVectors;
     const int64_t num_blocks = ceil_div(sizes.hidden, kScaleBlock);
+    const int64_t num_pieces = ceil_div(num_blocks, Blocks::kAll);
     const int lane = lane_idx() % kLanesEach;
-    for (int64_t row = global_warp(); row < sizes.num_rows; row += num_threads() / kLanes) {
-        const int64_t token = row_to_token[row];
-        if (token < 0 || token >= sizes.num_tokens) fail_index("row_to_token", token, sizes.num_tokens, "tokens");
-        uint8_t* record = records + row * length;
-        for (int64_t begin = 0; begin < num_blocks; begin += kInFlight * kTogether) {
-            const int64_t first = begin + lane_idx() / kLanesEach;
-            typename Rows::Raw raw[kInFlight][kVectors] = {};
-            const auto column_of = [&](int i, int v) {
-                return (first + i * kTogether) * kScaleBlock + (v * kLanesEach + lane) * kWidth;
-            };
+    for (int64_t task = global_warp(); task < sizes.num_tokens * num_pieces; task += num_threads() / kLanes) {
+        const int64_t token = task / num_pieces;
+        const int64_t begin = task % num_pieces * Blocks::kAll;
+        if (!has_row(slot_to_row, token, sizes)) continue;
+        const int64_t first = begin + lane_idx() / kLanesEach;
+        const auto column_of = [&](int i, int v) {
+            return (first + i * Blocks::kTogether) * kScaleBlock + (v * kLanesEach + lane) * kWidth;
+        };
+        typename Rows::Raw raw[kInFlight][kVectors] = {};
 #pragma unroll
-            for (int i = 0; i < kInFlight; ++i) {
+        for (int i = 0; i < kInFlight; ++i) {
 #pragma unroll
-                for (int v = 0; v < kVectors; ++v) {
-                    if (column_of(i, v) < sizes.hidden) raw[i][v] = x.load(token * sizes.hidden + column_of(i, v));
-                }
-            }
-#pragma unroll
-            for (int i = 0; i < kInFlight; ++i) {
-                uint32_t largest = 0;
-#pragma unroll
-                for (int v = 0; v < kVectors; ++v) {
-#pragma unroll
-                    for (int j = 0; j < kWidth; ++j) largest = max(largest, magnitude_bits(x.widen(raw[i][v], j)));
-                }
-#pragma unroll
-                for (int bits = kLanesEach / 2; bits > 0; bits /= 2) {
-                    largest = max(largest, __shfl_xor_sync(kAllLanes, largest, bits));
-                }
-                const uint8_t exponent = exponent_of<Code>(largest);
-                const float inverse = inverse_scale(exponent);
-#pragma unroll
-                for (int v = 0; v < kVectors; ++v) {
-                    Pack<uint8_t, kWidth> codes;
-#pragma unroll
-                    for (int j = 0; j < kWidth; ++j) {
-                        codes.values[j] = row_code<Code>(x.widen(raw[i][v], j), inverse, exponent != kNotFinite);
-                    }
-                    if (column_of(i, v) < sizes.hidden) store_pack(record + column_of(i, v), codes);
-                }
-                const int64_t block = first + i * kTogether;
-                if (lane == 0 && block < num_blocks) record[sizes.hidden + block] = exponent;
+            for (int v = 0; v < kVectors; ++v) {
+                if (column_of(i, v) < sizes.hidden) raw[i][v] = x.load(token * sizes.hidden + column_of(i, v));
             }
         }
-        for (int64_t byte = sizes.hidden + num_blocks + lane_idx(); byte < length; byte += kLanes) record[byte] = 0;
+        Pack<uint8_t, kWidth> codes[kInFlight][kVectors];
+        uint8_t exponents[kInFlight];
+#pragma unroll
+        for (int i = 0; i < kInFlight; ++i) {
+            uint32_t largest = 0;
+#pragma unroll
+            for (int v = 0; v < kVectors; ++v) {
+#pragma unroll
+                for (int j = 0; j < kWidth; ++j) largest = max(largest, magnitude_bits(x.widen(raw[i][v], j)));
+            }
+#pragma unroll
+            for (int bits = kLanesEach / 2; bits > 0; bits /= 2) {
+                largest = max(largest, __shfl_xor_sync(kAllLanes, largest, bits));
+            }
+            exponents[i] = exponent_of<Code>(largest);
+            const float inverse = inverse_scale(exponents[i]);
+#pragma unroll
+            for (int v = 0; v < kVectors; ++v) {
+#pragma unroll
+                for (int j = 0; j < kWidth; ++j) {
+                    codes[i][v].values[j] =
+                        row_code<Code>(x.widen(raw[i][v], j), inverse, exponents[i] != kNotFinite);
+                }
+            }
+        }
+        const bool is_end = begin + Blocks::kAll >= num_blocks;
+        for (int64_t k = 0; k < sizes.top_k; ++k) {
+            const int64_t row = slot_to_row[token * sizes.top_k + k];
+            if (row < 0) continue;
+            uint8_t* record = records + row * length;
+#pragma unroll
+            for (int i = 0; i < kInFlight; ++i) {
+#pragma unroll
+                for (int v = 0; v < kVectors; ++v) {
+                    if (column_of(i, v) < sizes.hidden) store_pack(record + column_of(i, v), codes[i][v]);
+                }
+                const int64_t block = first + i * Blocks::kTogether;
+                if (lane == 0 && block < num_blocks) record[sizes.hidden + block] = exponents[i];
+            }
+            const int64_t byte = sizes.hidden + num_blocks + lane_idx();  // records end with fewer than 16 zeros
+            if (is_end && byte < length) record[byte] = 0;
+        }
     }
 }
 
@@ -244,14 +300,15 @@ void with_view(void* rows, Type type, const void* records, int64_t hidden, Body&
 
 // quantise_rows with at most `most_blocks` blocks.
 template <int kBlock>
-void launch_quantise(int64_t most_blocks, const void* x, Type x_type, const int64_t* row_to_token,
+void launch_quantise(int64_t most_blocks, const void* x, Type x_type, const int64_t* slot_to_row,
                      const RowSizes& sizes, RowFormat format, Stream stream, uint8_t* records) {
     with_code(format, [&](auto code) {
         with_view(const_cast<void*>(x), x_type, records, sizes.hidden, [&](auto rows) {
-            launch({.grid = std::min(blocks_for(sizes.num_rows * kLanes, kBlock), most_blocks),
+            const int64_t num_pieces = ceil_div(num_scales(sizes.hidden), BlocksOfWarp<decltype(rows)>::kAll);
+            launch({.grid = std::min(blocks_for(sizes.num_tokens * num_pieces * kLanes, kBlock), most_blocks),
                     .block = kBlock,
                     .stream = stream},
-                   quantise_tokens<kBlock, decltype(code), decltype(rows)>, rows, row_to_token, sizes,
+                   quantise_tokens<kBlock, decltype(code), decltype(rows)>, rows, slot_to_row, sizes,
                    record_bytes(sizes.hidden), records);
         });
     });
@@ -277,7 +334,7 @@ void launch_dequantise(int64_t most_blocks, const uint8_t* records, const RowSiz
 // A thread per slot, grid-stride.
 template <int kBlock>
 __global__ void __launch_bounds__(kBlock, 1)
-    find_slots(const int64_t* __restrict__ slot_to_row, CombineSizes sizes, int64_t* first_slot, int64_t* last_slot) {
+    find_slots(const int64_t* __restrict__ slot_to_row, RowSizes sizes, int64_t* first_slot, int64_t* last_slot) {
     for (int64_t slot = global_thread(); slot < sizes.num_tokens * sizes.top_k; slot += num_threads()) {
         const int64_t row = slot_to_row[slot];
         if (row < 0) continue;
@@ -292,7 +349,7 @@ __global__ void __launch_bounds__(kBlock, 1)
 template <typename Rows, typename Grad>
 __device__ __forceinline__ void backward_of_slot(int64_t slot, Grad grad, Rows rows,
                                                  const int64_t* __restrict__ slot_to_row,
-                                                 const float* __restrict__ weights, const CombineSizes& sizes,
+                                                 const float* __restrict__ weights, const RowSizes& sizes,
                                                  const int64_t* __restrict__ last_slot,
                                                  const int64_t* __restrict__ first_slot, Rows grad_rows,
                                                  float* __restrict__ grad_weights) {
@@ -335,7 +392,7 @@ __device__ __forceinline__ void backward_of_slot(int64_t slot, Grad grad, Rows r
 template <int kBlock, typename Rows, typename Grad>
 __global__ void __launch_bounds__(kBlock)
     combine_backward_by_slot(Grad grad, Rows rows, const int64_t* __restrict__ slot_to_row,
-                             const float* __restrict__ weights, CombineSizes sizes,
+                             const float* __restrict__ weights, RowSizes sizes,
                              const int64_t* __restrict__ last_slot, const int64_t* __restrict__ first_slot,
                              Rows grad_rows, float* __restrict__ grad_weights) {
     for (int64_t slot = global_warp(); slot < sizes.num_tokens * sizes.top_k; slot += num_threads() / kLanes) {
@@ -347,7 +404,7 @@ __global__ void __launch_bounds__(kBlock)
 // One warp, for a row that several tokens use, or no token.  It is slow, but such rows are rare.
 template <typename Rows, typename Grad>
 __device__ __forceinline__ void backward_of_row(int64_t row, Grad grad, const int64_t* __restrict__ slot_to_row,
-                                                const float* __restrict__ weights, const CombineSizes& sizes,
+                                                const float* __restrict__ weights, const RowSizes& sizes,
                                                 const int64_t* __restrict__ first_slot,
                                                 const int64_t* __restrict__ last_slot, Rows grad_rows) {
     constexpr int kWidth = Rows::kWidth;
@@ -370,7 +427,7 @@ __device__ __forceinline__ void backward_of_row(int64_t row, Grad grad, const in
 template <int kBlock, typename Rows, typename Grad>
 __global__ void __launch_bounds__(kBlock, 1)
     combine_backward_by_row(Grad grad, const int64_t* __restrict__ slot_to_row, const float* __restrict__ weights,
-                            CombineSizes sizes, const int64_t* __restrict__ first_slot,
+                            RowSizes sizes, const int64_t* __restrict__ first_slot,
                             const int64_t* __restrict__ last_slot, Rows grad_rows) {
     for (int64_t row = global_warp(); row < sizes.num_rows; row += num_threads() / kLanes) {
         backward_of_row(row, grad, slot_to_row, weights, sizes, first_slot, last_slot, grad_rows);
@@ -379,7 +436,7 @@ __global__ void __launch_bounds__(kBlock, 1)
 
 template <int kBlock>
 void launch_combine_backward(int64_t most_blocks, const void* grad, Type grad_type, const void* rows, Type rows_type,
-                             const int64_t* slot_to_row, const float* weights, const CombineSizes& sizes,
+                             const int64_t* slot_to_row, const float* weights, const RowSizes& sizes,
                              Stream stream, int64_t* scratch, void* grad_rows, float* grad_weights) {
     const int64_t num_slots = sizes.num_tokens * sizes.top_k;
     int64_t* first_slot = scratch;

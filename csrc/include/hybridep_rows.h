@@ -62,10 +62,22 @@ void plan_fill(const Routes& routes, int64_t num_chunks, int64_t* chunk_rows, in
 // Position of the first entry of values that is `limit` or more, or kAllInRange.
 int64_t first_not_below(const int32_t* values, int64_t count, int64_t limit);
 
-// out [R, row_bytes] = x [T, row_bytes] at row_to_token [R].  Moves bytes, so it serves every dtype.
-//   x = {aa, bb, cc}, row_to_token = {2, 0, 2}  ->  out = {cc, aa, cc}
-int64_t dispatch_rows(const void* x, const int64_t* row_to_token, int64_t num_tokens, int64_t num_rows,
-                      int64_t row_bytes, int num_threads, void* out);
+// Sizes of what follows.
+struct RowSizes {
+    int64_t num_tokens;
+    int64_t top_k;
+    int64_t num_rows;
+    int64_t hidden;
+};
+
+// out [R, D] = the tokens of x [T, D] at their places in slot_to_row [T, K].  Each row of out belongs to one slot, as
+// in first_slot_to_row.  Moves bytes, so it serves every dtype.  Reads a token once, whatever the number of its rows.
+//   x = {aa, bb, cc}, slot_to_row = {-1, 1,  -1, -1,  2, 0}  ->  out = {cc, aa, cc}
+// Returns kNotAllRows if the slots that have a row are not R in number.  On CUDA devices nobody counts them.
+int64_t dispatch_rows(const void* x, const int64_t* slot_to_row, const RowSizes& sizes, int64_t element_bytes,
+                      int num_threads, void* out);
+
+inline constexpr int64_t kNotAllRows = -2;
 
 // --- Rows of one byte an element ------------------------------------------------------------------------------------
 //
@@ -77,35 +89,21 @@ inline constexpr int64_t kScaleBlock = 128;
 inline constexpr int64_t num_scales(int64_t hidden) { return (hidden + kScaleBlock - 1) / kScaleBlock; }
 inline constexpr int64_t record_bytes(int64_t hidden) { return (hidden + num_scales(hidden) + 15) / 16 * 16; }
 
-struct RowSizes {
-    int64_t num_tokens;
-    int64_t num_rows;
-    int64_t hidden;
-};
-
-// records [R, record_bytes(D)] of the rows of x [T, D] at row_to_token [R].
-//   x = {254, -2, 3}, D = 3, row_to_token = {0}, kInt8  ->  scale 2, record {127, -1, 2, 128, 0, ...}
-int64_t quantise_rows(const void* x, Type x_type, const int64_t* row_to_token, const RowSizes& sizes, RowFormat format,
+// records [R, record_bytes(D)] of the rows of x [T, D], with slots and result as in dispatch_rows.
+//   x = {254, -2, 3}, D = 3, slot_to_row = {0}, kInt8  ->  scale 2, record {127, -1, 2, 128, 0, ...}
+int64_t quantise_rows(const void* x, Type x_type, const int64_t* slot_to_row, const RowSizes& sizes, RowFormat format,
                       int num_threads, uint8_t* records);
 
-// out [R, D] from records; num_tokens is not read.
+// out [R, D] from records; num_tokens and top_k are not read.
 void dequantise_rows(const uint8_t* records, const RowSizes& sizes, RowFormat format, int num_threads, void* out,
                      Type out_type);
-
-// Sizes of combine and of its backward.
-struct CombineSizes {
-    int64_t num_tokens;
-    int64_t top_k;
-    int64_t num_rows;
-    int64_t hidden;
-};
 
 // out [T, D] = sum over k of weights [T, K] * rows [R, D] at slot_to_row [T, K]; weights may be null for ones.
 // Sums are fp32 in slot order and rounded once.  Product and sum round separately (no fused multiply-add), so the same
 // loop in any other language gives the same bits.
 //   rows = {1, 10, 100}, D = 1, slot_to_row = {0, 2,  -1, 1}, weights = {.5, .5,  9, 2}  ->  out = {50.5, 20}
 int64_t combine_rows(const void* rows, Type rows_type, const int64_t* slot_to_row, const float* weights,
-                     const CombineSizes& sizes, int num_threads, void* out, Type out_type);
+                     const RowSizes& sizes, int num_threads, void* out, Type out_type);
 
 // Gradients of combine_rows with weights, from grad [T, D]:
 //
@@ -116,7 +114,7 @@ int64_t combine_rows(const void* rows, Type rows_type, const int64_t* slot_to_ro
 //   rows = {1, 10, 100}, D = 1, slot_to_row = {0, 2,  -1, 1}, weights = {.5, .5,  9, 2}, grad = {3, 4}
 //     ->  grad_rows = {1.5, 8, 1.5}, grad_weights = {3, 300,  0, 40}
 int64_t combine_rows_backward(const void* grad, Type grad_type, const void* rows, Type rows_type,
-                              const int64_t* slot_to_row, const float* weights, const CombineSizes& sizes,
+                              const int64_t* slot_to_row, const float* weights, const RowSizes& sizes,
                               int num_threads, int64_t* scratch, void* grad_rows, float* grad_weights);
 
 // --- Sums of bits ---------------------------------------------------------------------------------------------------
@@ -145,40 +143,40 @@ void plan_routes(const Routes& routes, const Workspace& work, int64_t* counts, i
 
 inline constexpr int64_t kNoneWrong = 0x7f7f7f7f7f7f7f7f;
 
-int64_t dispatch_rows(const void* x, const int64_t* row_to_token, int64_t num_tokens, int64_t num_rows,
-                      int64_t row_bytes, Stream stream, void* out);
+int64_t dispatch_rows(const void* x, const int64_t* slot_to_row, const RowSizes& sizes, int64_t element_bytes,
+                      Stream stream, void* out);
 
-int64_t quantise_rows(const void* x, Type x_type, const int64_t* row_to_token, const RowSizes& sizes, RowFormat format,
+int64_t quantise_rows(const void* x, Type x_type, const int64_t* slot_to_row, const RowSizes& sizes, RowFormat format,
                       Stream stream, uint8_t* records);
 
 void dequantise_rows(const uint8_t* records, const RowSizes& sizes, RowFormat format, Stream stream, void* out,
                      Type out_type);
 
 int64_t combine_rows(const void* rows, Type rows_type, const int64_t* slot_to_row, const float* weights,
-                     const CombineSizes& sizes, Stream stream, void* out, Type out_type);
+                     const RowSizes& sizes, Stream stream, void* out, Type out_type);
 
 int64_t combine_rows_backward(const void* grad, Type grad_type, const void* rows, Type rows_type,
-                              const int64_t* slot_to_row, const float* weights, const CombineSizes& sizes,
+                              const int64_t* slot_to_row, const float* weights, const RowSizes& sizes,
                               Stream stream, int64_t* scratch, void* grad_rows, float* grad_weights);
 
 void bit_sums(const void* data, int64_t num_words, int word_bytes, Stream stream, int64_t* sums);
 
 // The same on at most num_sms multiprocessors, with one block that stays on each; other kernels have the rest.  Bulk
 // copies move the rows where they can (compute capability 9.0 or later, addresses and rows of whole 16 bytes).
-int64_t dispatch_rows_on(int num_sms, const void* x, const int64_t* row_to_token, int64_t num_tokens, int64_t num_rows,
-                         int64_t row_bytes, Stream stream, void* out);
+int64_t dispatch_rows_on(int num_sms, const void* x, const int64_t* slot_to_row, const RowSizes& sizes,
+                         int64_t element_bytes, Stream stream, void* out);
 
 int64_t combine_rows_on(int num_sms, const void* rows, Type rows_type, const int64_t* slot_to_row,
-                        const float* weights, const CombineSizes& sizes, Stream stream, void* out, Type out_type);
+                        const float* weights, const RowSizes& sizes, Stream stream, void* out, Type out_type);
 
-int64_t quantise_rows_on(int num_sms, const void* x, Type x_type, const int64_t* row_to_token, const RowSizes& sizes,
+int64_t quantise_rows_on(int num_sms, const void* x, Type x_type, const int64_t* slot_to_row, const RowSizes& sizes,
                          RowFormat format, Stream stream, uint8_t* records);
 
 void dequantise_rows_on(int num_sms, const uint8_t* records, const RowSizes& sizes, RowFormat format, Stream stream,
                         void* out, Type out_type);
 
 int64_t combine_rows_backward_on(int num_sms, const void* grad, Type grad_type, const void* rows, Type rows_type,
-                                 const int64_t* slot_to_row, const float* weights, const CombineSizes& sizes,
+                                 const int64_t* slot_to_row, const float* weights, const RowSizes& sizes,
                                  Stream stream, int64_t* scratch, void* grad_rows, float* grad_weights);
 
 }  // namespace hybridep

@@ -20,6 +20,7 @@ from ds_hybridep.errors import ConfigError, UnsupportedError
 from ds_hybridep.experts.layer_spec import LayerSpec
 from ds_hybridep.tokens.layer import HybridMoE
 from ds_hybridep.transport.job import group_ranks
+from ds_hybridep.transport.streams import to_device
 
 _OF_RANKS = ("ep_group", "tp_group", "folding_group_handles", "_deepep_exchange")  # of a layer; copies share them
 
@@ -84,7 +85,7 @@ def call_grouped(experts: nn.Module, weights: dict[str, Tensor], rows: Tensor, c
     from deepspeed.module_inject.auto_ep_layer import permute_by_local_expert, unpermute_by_local_expert
 
     # DeepSpeed pads the rows of each expert to the alignment of its grouped products.
-    rows_per_expert = torch.tensor(counts, dtype=torch.int32, device=rows.device)
+    rows_per_expert = to_device(torch.tensor(counts, dtype=torch.int32), rows.device)
     padded, places, padded_counts, num_rows = permute_by_local_expert(rows, rows_per_expert)
     if weights:
         # Call the forward without the module's hooks: with them ZeRO-3 would gather weights that are not used.

@@ -43,6 +43,10 @@ class Routes:
     slot_to_row: Tensor  # [T, K] int64, the row that serves a slot, -1 if none does
     first_slot_to_row: Tensor  # [T, K] int64, the same with -1 at repeats: a sum over k visits each row once
 
+    @property
+    def num_rows(self) -> int:
+        return len(self.row_to_token)
+
 
 class CompiledKernels:
     """The operations of `ReferenceKernels` on raw memory, split over torch.get_num_threads() threads.
@@ -83,29 +87,33 @@ class CompiledKernels:
         call(extension.plan_fill, *routes, *filled)
         return plan
 
-    def dispatch_rows(self, x: Tensor, row_to_token: Tensor) -> Tensor:
-        num_tokens, num_rows, hidden = sizes_of("dispatch_rows", *"TRD", x=x, row_to_token=row_to_token)
-        device = self._device_of(x=x, row_to_token=row_to_token)
+    def dispatch_rows(self, x: Tensor, slot_to_row: Tensor, num_rows: int) -> Tensor:
+        num_tokens, top_k, hidden = sizes_of("dispatch_rows", *"TKD", x=x, slot_to_row=slot_to_row)
+        device = self._device_of(x=x, slot_to_row=slot_to_row)
         out = torch.empty((num_rows, hidden), dtype=x.dtype, device=device)
-        row_bytes = hidden * x.element_size()
+        sizes = (num_tokens, top_k, num_rows, hidden)
         with self.lane(device) as lane:
-            call(self._rows.dispatch_rows, x, row_to_token, num_tokens, num_rows, row_bytes, lane, out)
+            call(self._rows.dispatch_rows, x, slot_to_row, *sizes, x.element_size(), lane, out)
         return out
 
-    def quantise_rows(self, x: Tensor, row_to_token: Tensor, row_format: RowFormat) -> Tensor:
-        sizes = sizes_of("dispatch_rows", *"TRD", x=x, row_to_token=row_to_token)
+    def quantise_rows(self, x: Tensor, slot_to_row: Tensor, num_rows: int, row_format: RowFormat) -> Tensor:
+        num_tokens, top_k, hidden = sizes_of("dispatch_rows", *"TKD", x=x, slot_to_row=slot_to_row)
         x_type, code = _type_code("x", x.dtype), FORMAT_CODES[row_format]
-        device = self._device_of(x=x, row_to_token=row_to_token)
-        records = torch.empty((len(row_to_token), record_bytes(x.shape[1])), dtype=torch.uint8, device=device)
+        device = self._device_of(x=x, slot_to_row=slot_to_row)
+        records = torch.empty((num_rows, record_bytes(hidden)), dtype=torch.uint8, device=device)
+        sizes = (num_tokens, top_k, num_rows, hidden)
         with self.lane(device) as lane:
-            call(self._rows.quantise_rows, x, x_type, row_to_token, *sizes, code, lane, records)
+            call(self._rows.quantise_rows, x, x_type, slot_to_row, *sizes, code, lane, records)
         return records
 
-    def dequantise_rows(self, records: Tensor, hidden: int, row_format: RowFormat, dtype: torch.dtype) -> Tensor:
-        require_records(records, hidden)
+    def dequantise_rows(
+        self, records: Tensor, hidden: int, row_format: RowFormat, dtype: torch.dtype, *, out: Tensor | None = None
+    ) -> Tensor:
+        require_records(records, hidden, dtype, out)
         out_type, code = _type_code("dtype", dtype), FORMAT_CODES[row_format]
-        device = self._device_of(records=records)
-        out = torch.empty((len(records), hidden), dtype=dtype, device=device)
+        device = self._device_of(records=records, out=out)
+        if out is None:
+            out = torch.empty((len(records), hidden), dtype=dtype, device=device)
         with self.lane(device) as lane:
             call(self._rows.dequantise_rows, records, len(records), hidden, code, lane, out, out_type)
         return out
@@ -175,7 +183,7 @@ def _type_code(name: str, dtype: torch.dtype) -> int:
 # Of each operation's tensors: a letter for each dimension, and the dtype; None for any.
 ARGUMENTS: dict[str, dict[str, tuple[str, torch.dtype | None]]] = {
     "plan_routes": {"topk_idx": ("TK", torch.int32), "expert_to_destination": ("E", torch.int32)},
-    "dispatch_rows": {"x": ("TD", None), "row_to_token": ("R", torch.int64)},
+    "dispatch_rows": {"x": ("TD", None), "slot_to_row": ("TK", torch.int64)},
     "combine_rows": {"rows": ("RD", None), "slot_to_row": ("TK", torch.int64), "weights": ("TK", torch.float32)},
 }
 ARGUMENTS["combine_rows_backward"] = {**ARGUMENTS["combine_rows"], "grad": ("TD", None)}
@@ -201,12 +209,14 @@ def sizes_of(operation: str, *dims: str, **tensors: Tensor | None) -> list[int]:
     return [sizes[letter] for letter in dims]
 
 
-def require_records(records: Tensor, hidden: int) -> None:
-    """Raise ValueError unless records are [R, record_bytes(hidden)] uint8."""
+def require_records(records: Tensor, hidden: int, dtype: torch.dtype, out: Tensor | None) -> None:
+    """Raise ValueError unless records are [R, record_bytes(hidden)] uint8, and out, if given, [R, hidden] in dtype."""
     num_bytes = record_bytes(hidden)
     if records.dtype != torch.uint8 or records.dim() != 2 or records.shape[1] != num_bytes:
         got = f"{records.dtype} {tuple(records.shape)}"
         raise ValueError(f"records: got {got}, wanted torch.uint8 [R, {num_bytes}] for rows of {hidden}")
+    if out is not None and (out.dtype != dtype or out.shape != (len(records), hidden)):
+        raise ValueError(f"out: got {out.dtype} {tuple(out.shape)}, wanted {dtype} [{len(records)}, {hidden}]")
 
 
 def device_of(device_type: str, tensors: dict[str, Tensor | None]) -> torch.device:

@@ -4,8 +4,8 @@
 The operations come in adjoint pairs, so a backward pass needs no kernel of its own except for gate weights:
 
     forward                                          gradient of its first argument
-    dispatch_rows(x, row_to_token)                   combine_rows(grad_rows, first_slot_to_row)
-    combine_rows(rows, first_slot_to_row)            dispatch_rows(grad, row_to_token)
+    dispatch_rows(x, first_slot_to_row, R)           combine_rows(grad_rows, first_slot_to_row)
+    combine_rows(rows, first_slot_to_row)            dispatch_rows(grad, first_slot_to_row, R)
     combine_rows(rows, slot_to_row, weights)         combine_rows_backward(grad, rows, slot_to_row, weights)
 
 None of them records an autograd graph: callers wrap the pairs in `torch.autograd.Function`.  `quantise_rows` is
@@ -83,14 +83,19 @@ class ReferenceKernels:
             first_slot_to_row=first_slot_to_row,
         )
 
-    def dispatch_rows(self, x: Tensor, row_to_token: Tensor) -> Tensor:
-        """Return x[row_to_token], [R, D] in x.dtype, for x [T, D] of any dtype, row_to_token [R] int64 in 0..T-1."""
-        (num_tokens,) = sizes_of("dispatch_rows", "T", x=x, row_to_token=row_to_token)
-        _require_index("row_to_token", row_to_token, num_tokens, "tokens", may_be_negative=False)
-        return x.index_select(0, row_to_token)
+    def dispatch_rows(self, x: Tensor, slot_to_row: Tensor, num_rows: int) -> Tensor:
+        """Copy each token to its rows: out[slot_to_row[t, k]] = x[t], [R, D] in x.dtype.
 
-    def quantise_rows(self, x: Tensor, row_to_token: Tensor, row_format: RowFormat) -> Tensor:
-        """Return records of the rows x[row_to_token], [R, record_bytes(D)] uint8, as in `geometry.row_format`.
+            x = [a, b, c], slot_to_row = [[-1, 1], [-1, -1], [2, 0]]  ->  [c, a, c]
+
+        x: [T, D] of any dtype.
+        slot_to_row: [T, K] int64, each row of 0..R-1 in one slot (`Routes.first_slot_to_row`); negative elsewhere.
+        """
+        sizes_of("dispatch_rows", x=x, slot_to_row=slot_to_row)
+        return x.index_select(0, _row_to_token(slot_to_row, num_rows))
+
+    def quantise_rows(self, x: Tensor, slot_to_row: Tensor, num_rows: int, row_format: RowFormat) -> Tensor:
+        """Return records of what `dispatch_rows` returns, [R, record_bytes(D)] uint8, as in `geometry.row_format`.
 
         A block of 128 elements with the largest magnitude a has the scale s = 2^(exponent byte - 127):
 
@@ -104,11 +109,11 @@ class ReferenceKernels:
         0: all of it becomes nan.  Other blocks are not affected.
 
         x: [T, D] floating point.  Elements beyond the range of fp32 count as inf.
-        row_to_token: as in `dispatch_rows`.
+        slot_to_row, num_rows: as in `dispatch_rows`.
         """
-        num_tokens, num_rows, hidden = sizes_of("dispatch_rows", *"TRD", x=x, row_to_token=row_to_token)
-        _require_index("row_to_token", row_to_token, num_tokens, "tokens", may_be_negative=False)
-        padded = torch.nn.functional.pad(x.index_select(0, row_to_token).float(), (0, -hidden % SCALE_BLOCK))
+        hidden = x.shape[-1]
+        rows = self.dispatch_rows(x, slot_to_row, num_rows)
+        padded = torch.nn.functional.pad(rows.float(), (0, -hidden % SCALE_BLOCK))
         blocks = padded.view(num_rows, num_scales(hidden), SCALE_BLOCK)
         exponents = _exponents_of(blocks, LARGEST_SCALED[row_format])
         is_finite = (exponents != NOT_FINITE).unsqueeze(-1)
@@ -119,19 +124,24 @@ class ReferenceKernels:
         records[:, hidden : hidden + exponents.shape[1]] = exponents
         return records
 
-    def dequantise_rows(self, records: Tensor, hidden: int, row_format: RowFormat, dtype: torch.dtype) -> Tensor:
+    def dequantise_rows(
+        self, records: Tensor, hidden: int, row_format: RowFormat, dtype: torch.dtype, *, out: Tensor | None = None
+    ) -> Tensor:
         """Return the rows [R, hidden] of records [R, record_bytes(hidden)] uint8 that `quantise_rows` has made.
 
         Elements are code times scale, at most the largest finite number of the floating point `dtype`.  Without this
         bound, a finite element near the largest number of its dtype could round to inf.
+
+        out: where to write them, a contiguous tensor that is returned; None for a new one.
         """
-        require_records(records, hidden)
+        require_records(records, hidden, dtype, out)
         code_dtype = torch.float8_e4m3fn if row_format == "fp8" else torch.int8
         codes = records[:, :hidden].contiguous().view(code_dtype).to(torch.promote_types(dtype, torch.float32))
         exponents = records[:, hidden : hidden + num_scales(hidden)]
         values = codes * _scales_of(exponents).expand(-1, -1, SCALE_BLOCK).flatten(1)[:, :hidden]
         largest = torch.finfo(dtype).max
-        return values.clamp(-largest, largest).to(dtype)
+        rows = values.clamp(-largest, largest).to(dtype)
+        return rows if out is None else out.copy_(rows)
 
     def combine_rows(
         self, rows: Tensor, slot_to_row: Tensor, weights: Tensor | None = None, *, out_dtype: torch.dtype | None = None
@@ -147,7 +157,7 @@ class ReferenceKernels:
         """
         tensors = {"rows": rows, "slot_to_row": slot_to_row, "weights": weights}
         num_tokens, top_k, num_rows, hidden = sizes_of("combine_rows", *"TKRD", **tensors)
-        _require_index("slot_to_row", slot_to_row, num_rows, "rows", may_be_negative=True)
+        _require_rows(slot_to_row, num_rows)
         out = rows.new_zeros((num_tokens, hidden), dtype=_sum_dtype(rows))
         for k in range(top_k if num_rows else 0):
             row = slot_to_row[:, k]
@@ -170,7 +180,7 @@ class ReferenceKernels:
         """
         tensors = {"grad": grad, "rows": rows, "slot_to_row": slot_to_row, "weights": weights}
         top_k, num_rows, hidden = sizes_of("combine_rows_backward", *"KRD", **tensors)
-        _require_index("slot_to_row", slot_to_row, num_rows, "rows", may_be_negative=True)
+        _require_rows(slot_to_row, num_rows)
         wide_grad = grad.to(_sum_dtype(rows))
         # An extra row takes what slots without a row add.
         grad_rows = rows.new_zeros((num_rows + 1, hidden), dtype=wide_grad.dtype)
@@ -229,11 +239,23 @@ def _require_below(name: str, ids: Tensor, limit: int, of_what: str) -> None:
             raise ValueError(f"{name}: holds {largest}, but there are {limit} {of_what}: wanted ids below {limit}")
 
 
-def _require_index(name: str, index: Tensor, size: int, of_what: str, *, may_be_negative: bool) -> None:
-    """Raise IndexError if `index` is out of range of `size`.  Skipped on an accelerator too."""
-    if not index.numel() or index.device.type != "cpu":
-        return
-    smallest, largest = (int(bound) for bound in index.aminmax())
-    if largest >= size or (smallest < 0 and not may_be_negative):
-        wrong = largest if largest >= size else smallest
-        raise IndexError(f"{name}: holds {wrong}, but there are {size} {of_what}")
+def _require_rows(slot_to_row: Tensor, num_rows: int) -> None:
+    """Raise IndexError if a slot has a row that is not below `num_rows`.  Skipped on an accelerator too."""
+    if slot_to_row.numel() and slot_to_row.device.type == "cpu":
+        largest = int(slot_to_row.max())
+        if largest >= num_rows:
+            raise IndexError(f"slot_to_row: holds {largest}, but there are {num_rows} rows")
+
+
+def _row_to_token(slot_to_row: Tensor, num_rows: int) -> Tensor:
+    """Return the token of each row, [R] int64; checks as in `_require_rows`."""
+    _require_rows(slot_to_row, num_rows)
+    num_tokens, top_k = slot_to_row.shape
+    if slot_to_row.device.type == "cpu" and (found := int((slot_to_row >= 0).sum())) != num_rows:
+        raise ValueError(
+            f"slot_to_row: {found} slots have a row, but there are {num_rows} rows: wanted one slot for each"
+        )
+    token = torch.arange(num_tokens, device=slot_to_row.device).unsqueeze(1).expand(num_tokens, top_k)
+    # An extra row takes the slots without a row.
+    places = slot_to_row.where(slot_to_row >= 0, num_rows)
+    return slot_to_row.new_zeros(num_rows + 1).scatter(0, places.flatten(), token.flatten())[:num_rows]

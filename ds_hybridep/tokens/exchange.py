@@ -22,16 +22,18 @@ import zlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import compress, groupby
+from operator import itemgetter
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from ds_hybridep.errors import CommunicationError
 from ds_hybridep.geometry.row_format import RowFormat
 from ds_hybridep.geometry.token_route import RouteStage
 from ds_hybridep.kernels import Kernels, Routes
 from ds_hybridep.transport.channels import Channel, Purpose, Transport, profiler_range
+from ds_hybridep.transport.streams import to_device
 
 HEADER_BYTES = 16  # four 32-bit integers, see `header_of`; what follows is aligned for every type
 JOINED_BYTES = 1 << 16  # up to this size, copying two parts into one message costs less than a second message
@@ -128,7 +130,7 @@ def exchange_rows(
 
         for rows, records, row_format in zip(rows_of, arriving, exchange.row_formats, strict=True):
             if row_format is not None:
-                rows.copy_(exchange.kernels.dequantise_rows(records, x.shape[1], row_format, x.dtype))
+                exchange.kernels.dequantise_rows(records, x.shape[1], row_format, x.dtype, out=rows)
         exchange.room_to = [count + count // 4 + 8 for count in send_splits]
         exchange.room_from = [count + count // 4 + 8 for count in recv_splits]
         return tuple(recv_splits), metadata, all_rows
@@ -138,17 +140,37 @@ def _outgoing(
     exchange: Exchange, routes: Routes, send_splits: Sequence[int], x: Tensor, *, topk_weights: Tensor
 ) -> list[tuple[Tensor, Tensor]]:
     """Return metadata [m, 2K] and rows for each destination: [m, D], or records [m, B] uint8 if it has a format."""
-    kernels, formats = exchange.kernels, exchange.row_formats
-    if any(formats):
-        rows = [
-            kernels.dispatch_rows(x, tokens) if row_format is None else kernels.quantise_rows(x, tokens, row_format)
-            for tokens, row_format in zip(routes.row_to_token.split_with_sizes(send_splits), formats, strict=True)
-        ]
-    else:
-        rows = list(kernels.dispatch_rows(x, routes.row_to_token).split_with_sizes(send_splits))
+    rows = [x] * len(send_splits)
+    for row_format in dict.fromkeys(exchange.row_formats):  # a token is read and encoded once for each
+        is_mine = [one == row_format for one in exchange.row_formats]
+        slot_to_row = routes.first_slot_to_row if all(is_mine) else _rows_among(routes, send_splits, is_mine)
+        splits = list(compress(send_splits, is_mine))
+        if row_format is None:
+            made = exchange.kernels.dispatch_rows(x, slot_to_row, sum(splits))
+        else:
+            made = exchange.kernels.quantise_rows(x, slot_to_row, sum(splits), row_format)
+        for i, part in zip(compress(range(len(rows)), is_mine), made.split_with_sizes(splits), strict=True):
+            rows[i] = part
     weights = topk_weights.index_select(0, routes.row_to_token)
     metadata = torch.cat([routes.row_topk_idx, weights.view(torch.int32)], dim=1)
     return list(zip(metadata.split_with_sizes(send_splits), rows, strict=True))
+
+
+def _rows_among(routes: Routes, send_splits: Sequence[int], is_mine: Sequence[bool]) -> Tensor:
+    """Return `first_slot_to_row` with rows counted among those to some destinations, -1 for rows to others.
+
+    rows_per_destination = (2, 1, 1), is_mine = (True, False, True):  [[2, 0], [1, 3]]  ->  [[-1, 0], [1, 2]]
+    """
+    # One entry more than there are rows: -1, which slots without a row find as the last one.
+    places = routes.first_slot_to_row.new_full((routes.num_rows + 1,), -1)
+    begin = num_mine = 0
+    for is_wanted, run in groupby(zip(is_mine, send_splits, strict=True), key=itemgetter(0)):
+        count = sum(split for _, split in run)
+        if is_wanted:
+            torch.arange(num_mine, num_mine + count, out=places[begin : begin + count])
+            num_mine += count
+        begin += count
+    return places[routes.first_slot_to_row]
 
 
 def _swap_first_messages(
@@ -156,14 +178,14 @@ def _swap_first_messages(
 ) -> list[Tensor]:
     channel, device = exchange.channel, parts[0][0].device
     said = b"".join(header_of(len(part[1]), num_tokens, _stamp(exchange, part)) for part in parts)
-    headers = torch.frombuffer(bytearray(said), dtype=torch.uint8).view(-1, HEADER_BYTES)
-    headers = headers.to(device, non_blocking=True)  # otherwise the host would wait for the rows made above
+    headers = to_device(torch.frombuffer(bytearray(said), dtype=torch.uint8), device).view(-1, HEADER_BYTES)
     sends, receives = [], []
     for i, rank in exchange.peers:
-        message = torch.cat([_bytes_of(part) for part in (headers[i], *(p[: exchange.room_to[i]] for p in parts[i]))])
+        pieces = [_bytes_of(part) for part in (headers[i], *(p[: exchange.room_to[i]] for p in parts[i]))]
         if channel.has_equal_lengths:
-            message = pad(message, (0, _message_bytes(exchange.room_to[i], parts[i]) - len(message)))
-        sends.append((rank, message))
+            missing = _message_bytes(exchange.room_to[i], parts[i]) - sum(map(len, pieces))
+            pieces.append(pieces[0].new_zeros(missing))
+        sends.append((rank, torch.cat(pieces)))
         room_bytes = _message_bytes(exchange.room_from[i], parts[i])
         receives.append((rank, torch.empty(room_bytes, dtype=torch.uint8, device=device)))
     channel.start(sends, receives, purpose).wait()

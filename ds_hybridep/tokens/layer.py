@@ -187,7 +187,8 @@ class HybridMoE:
                 for at, (chunk, count) in enumerate(zip(chunks, counts, strict=True)):
                     module = self.experts[at % len(self.experts)]  # its code, and for the own slot what is frozen
                     outputs.append(self.call(module, weights[at], chunk, count))
-            partial_sums = weighted_sum(torch.cat(outputs), row_weights, routes, self.kernels)
+            output = outputs[0] if len(outputs) == 1 else torch.cat(outputs)  # cat would copy a single one too
+            partial_sums = weighted_sum(output, row_weights, routes, self.kernels)
         return partial_sums
 
     @contextmanager
@@ -308,8 +309,8 @@ class _Combine(Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         if torch.is_grad_enabled():
             raise UnsupportedError(NO_SECOND_DERIVATIVES)
-        state = ctx.state
-        grad_rows = state.exchange.kernels.dispatch_rows(grad.contiguous(), state.routes.row_to_token)
+        state, routes = ctx.state, ctx.state.routes
+        grad_rows = state.exchange.kernels.dispatch_rows(grad.contiguous(), routes.first_slot_to_row, routes.num_rows)
         (grad_partial_sums,) = state.send([grad_rows], "dispatch of output gradients")
         return grad_partial_sums, None
 
@@ -318,7 +319,7 @@ class _PermuteToExperts(Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, routes: Routes, kernels: Kernels) -> Tensor:
         ctx.routes, ctx.kernels = routes, kernels
-        return kernels.dispatch_rows(rows.contiguous(), routes.row_to_token)
+        return kernels.dispatch_rows(rows.contiguous(), routes.first_slot_to_row, routes.num_rows)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:

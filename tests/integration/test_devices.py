@@ -43,6 +43,7 @@ from ds_hybridep.tokens.layer import (
 )
 from ds_hybridep.transport import job as job_module
 from ds_hybridep.transport.channels import Purpose, Traffic
+from ds_hybridep.transport.streams import to_device
 
 DEVICE = torch.device("meta")
 CODECS: tuple[Any, ...] = (
@@ -162,14 +163,36 @@ def test_the_way_of_a_token_stays_on_the_device() -> None:
         assert swap(exchange, [rows], recv_splits, send_splits, what="rows")[0].shape == (9, hidden)
 
 
+def test_the_host_waits_for_no_copy_to_a_device() -> None:
+    tensor, device = mock.Mock(), torch.device("cuda")
+    copy = to_device(tensor, device)
+    assert copy is tensor.pin_memory.return_value.to.return_value
+    tensor.pin_memory.return_value.to.assert_called_once_with(device, non_blocking=True)
+    counts = torch.tensor([3, 0])
+    assert to_device(counts, torch.device("cpu")) is counts
+
+
+@pytest.mark.gpu
+def test_a_copy_to_a_gpu_is_queued() -> None:
+    device, counts = torch.device("cuda"), torch.tensor([3, 0, 5])
+    to_device(counts, device)  # the first one allocates pinned memory, which waits
+    torch.cuda.synchronize()
+    torch.cuda._sleep(50_000_000)
+    copy = to_device(counts, device)
+    assert not torch.cuda.current_stream().query()
+    assert torch.equal(copy.cpu(), counts)
+
+
 def test_messages_are_filled_up_where_lengths_must_be_equal() -> None:
     channel, peers = NoChannel(), [0, 5]
     channel.has_equal_lengths = True
     places = torch.zeros(2, dtype=torch.int32, device=DEVICE)
     exchange = Exchange("layer", (0, 1), 0, places, channel, load_kernels("reference"), (None,) * 2, peers, peers)
     routes = mock.Mock(
+        num_rows=4,
         row_to_token=torch.empty(4, dtype=torch.int64, device=DEVICE),
         row_topk_idx=torch.empty(4, 2, dtype=torch.int32, device=DEVICE),
+        first_slot_to_row=torch.empty(4, 2, dtype=torch.int64, device=DEVICE),
     )
     with mock.patch.object(row_exchange, "row_counts", return_value=[1]):
         exchange_rows(

@@ -12,7 +12,17 @@ import pytest
 import torch
 from cuda_emulation import load_emulated
 from hypothesis import given
-from kernel_refs import assert_same_plan, combines, large_routes, payload, routes, token_rows
+from hypothesis import strategies as st
+from kernel_refs import (
+    assert_same_plan,
+    combines,
+    dispatch_by_loops,
+    large_routes,
+    payload,
+    routes,
+    slots_with_rows,
+    token_rows,
+)
 from on_device import on_cuda
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -22,6 +32,9 @@ from ds_hybridep.kernels import load_kernels
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 ROW_FORMATS = ["int8", "fp8"]
+# Of every unit that rows move in, alone and with a rest; one, almost one, several pieces of a warp or a stage.
+ROW_BYTES = [0, 1, 2, 6, 12, 16, 48, 129, 2032, 2048, 2064, 6160, 16 * 1024 + 16]
+OFFSETS = [0, 0, 1, 2, 4, 8]  # of the first byte from a multiple of 16
 
 reference = load_kernels("reference")
 
@@ -73,33 +86,52 @@ def test_plan_of_many_tokens_equals_the_reference(compiled):
 
 @given(arguments=routes())
 def test_dispatch_equals_the_reference(compiled, arguments):
-    row_to_token = reference.plan_routes(*arguments).row_to_token
+    plan = reference.plan_routes(*arguments)
+    places = plan.first_slot_to_row, plan.num_rows
     for dtype in (*DTYPES, torch.float64, torch.int32, torch.uint8):
         x = (payload(arguments[0].shape[0], 7) * 100).abs().to(dtype)
-        assert_identical(compiled.dispatch_rows(x, row_to_token), reference.dispatch_rows(x, row_to_token))
+        rows = compiled.dispatch_rows(x, *places)
+        assert_identical(rows, reference.dispatch_rows(x, *places))
+        assert_identical(rows, x[plan.row_to_token])
+
+
+@given(
+    data=st.data(), num_tokens=st.integers(0, 5), row_bytes=st.sampled_from(ROW_BYTES), offset=st.sampled_from(OFFSETS)
+)
+def test_tokens_of_any_length_and_address_come_to_their_rows(compiled, data, num_tokens, row_bytes, offset):
+    """Rows in any order, tokens with all, some or no slots that have one, more slots than a warp has lanes."""
+    places = data.draw(slots_with_rows(num_tokens, max_top_k=data.draw(st.sampled_from([1, 4, 9, 40]))))
+    base = torch.arange(offset + num_tokens * row_bytes, dtype=torch.int32).remainder(251).to(torch.uint8)
+    x = base[offset:].view(num_tokens, row_bytes)
+    assert_identical(compiled.dispatch_rows(x, *places), dispatch_by_loops(x, *places))
 
 
 @given(arguments=token_rows())
 def test_records_and_their_rows_equal_the_reference(compiled, arguments):
-    x, row_to_token = arguments
+    hidden = arguments[0].shape[1]
     for row_format in ROW_FORMATS:
-        records = compiled.quantise_rows(x, row_to_token, row_format)
-        assert_identical(records, reference.quantise_rows(x, row_to_token, row_format))
+        records = compiled.quantise_rows(*arguments, row_format)
+        assert_identical(records, reference.quantise_rows(*arguments, row_format))
         for dtype in DTYPES:
-            rows = compiled.dequantise_rows(records, x.shape[1], row_format, dtype)
-            assert_identical(rows, reference.dequantise_rows(records, x.shape[1], row_format, dtype))
+            rows = compiled.dequantise_rows(records, hidden, row_format, dtype)
+            assert_identical(rows, reference.dequantise_rows(records, hidden, row_format, dtype))
 
 
 @pytest.mark.parametrize("hidden", [7, 512, 1104])
 def test_records_of_many_rows_equal_the_reference(compiled, hidden):
-    row_to_token = reference.plan_routes(*large_routes(num_tokens=300)).row_to_token
+    plan = reference.plan_routes(*large_routes(num_tokens=300))
+    places = plan.first_slot_to_row, plan.num_rows
     for dtype in DTYPES:
         x = payload(300, hidden, dtype)
         for row_format in ROW_FORMATS:
-            records = compiled.quantise_rows(x, row_to_token, row_format)
-            assert_identical(records, reference.quantise_rows(x, row_to_token, row_format))
+            records = compiled.quantise_rows(x, *places, row_format)
+            assert_identical(records, reference.quantise_rows(x, *places, row_format))
             rows = compiled.dequantise_rows(records, hidden, row_format, dtype)
-            assert_identical(rows, reference.dequantise_rows(records, hidden, row_format, dtype))
+            wanted = reference.dequantise_rows(records, hidden, row_format, dtype)
+            assert_identical(rows, wanted)
+            place = torch.full((len(rows) + 2, hidden), 7.0, dtype=dtype)
+            compiled.dequantise_rows(records, hidden, row_format, dtype, out=place[1:-1])
+            assert_identical(place, torch.nn.functional.pad(wanted, (0, 0, 1, 1), value=7.0))
 
 
 def test_rounding_to_fp8_is_that_of_torch(compiled):
@@ -110,7 +142,7 @@ def test_rounding_to_fp8_is_that_of_torch(compiled):
     values = torch.cat([values, -values, torch.tensor([0.0, -0.0, 464.0, -464.0, 1e-30])])
     values = torch.nn.functional.pad(values, (0, -len(values) % 127)).view(-1, 127)
     x = torch.cat([torch.full((len(values), 1), 448.0), values], dim=1)  # a block with a scale of 1
-    records = compiled.quantise_rows(x, torch.arange(len(x)), "fp8")
+    records = compiled.quantise_rows(x, torch.arange(len(x))[:, None], len(x), "fp8")
     assert records[:, 128].eq(127).all()
     assert_identical(records[:, :128], x.to(torch.float8_e4m3fn).view(torch.uint8))
     rows = compiled.dequantise_rows(records, 128, "fp8", torch.float32)
@@ -150,7 +182,7 @@ def test_routed_tokens_there_and_back(compiled, dtype, hidden):
     topk_idx, expert_to_destination, num_destinations = large_routes(num_tokens=700)
     plan = compiled.plan_routes(topk_idx, expert_to_destination, num_destinations)
     x, weights = payload(700, hidden, dtype), payload(*topk_idx.shape, salt=1)
-    rows = compiled.dispatch_rows(x, plan.row_to_token)
+    rows = compiled.dispatch_rows(x, plan.first_slot_to_row, plan.num_rows)
     assert 700 < len(rows) < 700 * 4  # some slots share a row
     assert_identical(rows, x[plan.row_to_token])
     assert_identical(
@@ -194,7 +226,9 @@ def test_calls_from_several_threads(compiled):
     plan, x = reference.plan_routes(*large_routes()), payload(6000, 64)
 
     def there_and_back(kernels, i):
-        return kernels.combine_rows(kernels.dispatch_rows(x + i, plan.row_to_token), plan.first_slot_to_row)
+        return kernels.combine_rows(
+            kernels.dispatch_rows(x + i, plan.first_slot_to_row, plan.num_rows), plan.first_slot_to_row
+        )
 
     with ThreadPoolExecutor(4) as pool:
         for i, result in enumerate(pool.map(lambda i: there_and_back(compiled, i), range(4))):
@@ -264,7 +298,8 @@ def test_bit_sums_take_bounded_memory_beside_the_tensor():
 
 TOPK_IDX = torch.tensor([[0, 1]], dtype=torch.int32)
 DESTINATIONS = torch.tensor([0, 1], dtype=torch.int32)
-ROWS, SLOTS, WEIGHTS, TOKEN = torch.ones(3, 4), torch.tensor([[0, 2]]), torch.ones(1, 2), torch.tensor([0])
+ROWS, SLOTS, WEIGHTS = torch.ones(3, 4), torch.tensor([[0, 2]]), torch.ones(1, 2)
+PLACES = torch.tensor([[0], [-1], [1]])
 RECORDS = torch.zeros(2, 16, dtype=torch.uint8)
 WIDE_RECORDS, TRANSPOSED = torch.zeros(2, 32, dtype=torch.uint8)[:, :16], torch.ones(4, 3).t()
 PLAN, BACKWARD = "plan_routes", "combine_rows_backward"
@@ -275,8 +310,9 @@ WRONG = {
         ("expert_to_destination: holds 1, but there are 1 destinations", PLAN, TOPK_IDX, DESTINATIONS, 1),
         ("topk_idx: got shape (2,), wanted [T, K]", PLAN, TOPK_IDX[0], DESTINATIONS, 2),
         ("expert_to_destination: got shape (1, 2), wanted [E]", PLAN, TOPK_IDX, DESTINATIONS[None], 2),
-        ("x: got shape (4,), wanted [T, D]", "dispatch_rows", ROWS[0], TOKEN),
-        ("row_to_token: got shape (1, 1), wanted [R]", "dispatch_rows", ROWS, TOKEN[None]),
+        ("x: got shape (4,), wanted [T, D]", "dispatch_rows", ROWS[0], PLACES, 2),
+        ("slot_to_row: got shape (3,), wanted [T, K] with T = 3", "dispatch_rows", ROWS, PLACES[:, 0], 2),
+        ("slot_to_row: got shape (2, 1), wanted [T, K] with T = 3", "quantise_rows", ROWS, PLACES[:2], 2, "int8"),
         ("records: got torch.uint8 (2, 16), wanted", "dequantise_rows", RECORDS, 16, "int8", torch.float32),
         ("records: got torch.int8 (2, 16)", "dequantise_rows", RECORDS.char(), 4, "int8", torch.float32),
         ("weights: got shape (1, 1), wanted [T, K] with T = 1, K = 2", "combine_rows", ROWS, SLOTS, WEIGHTS[:, :1]),
@@ -287,13 +323,13 @@ WRONG = {
     TypeError: [
         ("topk_idx: got torch.int64, wanted torch.int32", PLAN, TOPK_IDX.long(), DESTINATIONS, 2),
         ("expert_to_destination: got torch.int64, wanted", PLAN, TOPK_IDX, DESTINATIONS.long(), 2),
-        ("row_to_token: got torch.int32, wanted torch.int64", "dispatch_rows", ROWS, TOKEN.int()),
+        ("slot_to_row: got torch.int32, wanted torch.int64", "dispatch_rows", ROWS, PLACES.int(), 2),
         ("weights: got torch.float64", "combine_rows", ROWS, SLOTS, WEIGHTS.double()),
     ],
     IndexError: [
-        ("row_to_token: holds 3, but there are 3 tokens", "dispatch_rows", ROWS, TOKEN + 3),
-        ("row_to_token: holds -1, but there are 3 tokens", "dispatch_rows", ROWS, TOKEN - 1),
-        ("row_to_token: holds 3, but there are 3 tokens", "quantise_rows", ROWS, TOKEN + 3, "int8"),
+        ("slot_to_row: holds 2, but there are 2 rows", "dispatch_rows", ROWS, PLACES + 1, 2),
+        ("slot_to_row: holds 0, but there are 0 rows", "dispatch_rows", ROWS, PLACES - 1, 0),
+        ("slot_to_row: holds 2, but there are 2 rows", "quantise_rows", ROWS, PLACES + 1, 2, "int8"),
         ("slot_to_row: holds 3, but there are 3 rows", "combine_rows", ROWS, SLOTS + 1),
         ("slot_to_row: holds 1, but there are 0 rows", "combine_rows", ROWS[:0], SLOTS - 1),
         ("slot_to_row: holds 3, but there are 3 rows", BACKWARD, ROWS[:1], ROWS, SLOTS + 1, WEIGHTS),
@@ -302,13 +338,13 @@ WRONG = {
 ONLY_BY_THE_REFERENCE = {
     TypeError: [
         ("rows: got torch.float64, wanted one of torch.float32, torch.bfloat16", "combine_rows", ROWS.double(), SLOTS),
-        ("x: got torch.float64, wanted one of torch.float32", "quantise_rows", ROWS.double(), TOKEN, "fp8"),
+        ("x: got torch.float64, wanted one of torch.float32", "quantise_rows", ROWS.double(), PLACES, 2, "fp8"),
         ("dtype: got torch.float64", "dequantise_rows", RECORDS, 4, "fp8", torch.float64),
         ("grad: got torch.float64", BACKWARD, ROWS[:1].double(), ROWS, SLOTS, WEIGHTS),
     ],
     ValueError: [
         ("records: strides (32, 1) are not contiguous", "dequantise_rows", WIDE_RECORDS, 4, "fp8", torch.float32),
-        ("x: strides (1, 3) are not contiguous; pass x.contiguous()", "dispatch_rows", TRANSPOSED, TOKEN),
+        ("x: strides (1, 3) are not contiguous; pass x.contiguous()", "dispatch_rows", TRANSPOSED, PLACES, 2),
         ("grad: strides (1, 0) are not", BACKWARD, torch.ones(1, 1).expand(1, 4), ROWS, SLOTS, WEIGHTS),
         ("tensor: strides (1, 3) are not contiguous; pass tensor.contiguous()", "bit_sums", TRANSPOSED),
         ("rows: on device meta, wanted cpu; load the", "combine_rows", ROWS.to("meta"), SLOTS.to("meta")),
@@ -325,6 +361,23 @@ def cases_of(table):
 def test_wrong_arguments(kernels, error, message, operation, arguments):
     with pytest.raises(error, match=re.escape(message)):
         getattr(kernels, operation)(*arguments)
+
+
+@pytest.mark.parametrize(
+    "place", [torch.ones(2, 5), torch.ones(1, 4), torch.ones(2, 4).half()], ids=["D", "R", "fp16"]
+)
+def test_rows_of_records_fit_their_place(kernels, place):
+    message = f"out: got {place.dtype} {tuple(place.shape)}, wanted torch.float32 [2, 4]"
+    with pytest.raises(ValueError, match=re.escape(message)):
+        kernels.dequantise_rows(RECORDS, 4, "int8", torch.float32, out=place)
+
+
+@pytest.mark.parametrize("name", ["reference", "compiled"])
+@pytest.mark.parametrize(("operation", "row_format"), [("dispatch_rows", ()), ("quantise_rows", ("int8",))])
+def test_rows_that_no_slot_has_are_no_memory_of_before(name, operation, row_format):
+    message = "slot_to_row: 2 slots have a row, but there are 3 rows: wanted one slot for each"
+    with pytest.raises(ValueError, match=re.escape(message)):
+        getattr(load_kernels(name), operation)(ROWS, PLACES, 3, *row_format)
 
 
 @pytest.mark.parametrize(("error", "message", "operation", "arguments"), cases_of(ONLY_BY_THE_REFERENCE))

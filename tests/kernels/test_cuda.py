@@ -26,8 +26,8 @@ def test_wrong_ids_are_named_destinations_before_experts():
         load_emulated().plan_routes(topk_idx, torch.zeros(2, dtype=torch.int32), 1)
     with pytest.raises(ValueError, match="expert_to_destination: holds 4, but there are 1 destinations"):
         load_emulated().plan_routes(topk_idx, torch.tensor([0, 4], dtype=torch.int32), 1)
-    with pytest.raises(IndexError, match="row_to_token: holds 7, but there are 3 tokens"):
-        load_emulated(dispatch_sms=2).dispatch_rows(payload(3, 8), torch.tensor([0, 1, 7]))
+    with pytest.raises(IndexError, match="slot_to_row: holds 7, but there are 3 rows"):
+        load_emulated(dispatch_sms=2).dispatch_rows(payload(3, 8), torch.tensor([[0], [1], [7]]), 3)
 
 
 def test_addresses_between_the_pieces_of_16_bytes():
@@ -36,12 +36,12 @@ def test_addresses_between_the_pieces_of_16_bytes():
         for dtype in (torch.float32, torch.bfloat16):
             base = payload(1, 5 * 16 + 1, dtype).flatten()
             x = base[1:].view(5, 16)
-            row_to_token = torch.tensor([4, 0, 0, 2])
+            places = torch.tensor([[1, 2], [-1, -1], [-1, 3], [-1, -1], [0, -1]]), 4
             slot_to_row = torch.tensor([[1, 2], [-1, -1], [3, -1], [-1, -1], [0, -1]])
-            assert torch.equal(kernels.dispatch_rows(x, row_to_token), x[row_to_token])
+            assert torch.equal(kernels.dispatch_rows(x, *places), x[torch.tensor([4, 0, 0, 2])])
             assert torch.equal(kernels.combine_rows(x, slot_to_row), reference.combine_rows(x, slot_to_row))
-            records = kernels.quantise_rows(x, row_to_token, "int8")
-            assert torch.equal(records, reference.quantise_rows(x, row_to_token, "int8"))
+            records = kernels.quantise_rows(x, *places, "int8")
+            assert torch.equal(records, reference.quantise_rows(x, *places, "int8"))
             moved = torch.cat([records.new_zeros(1), records.flatten()])[1:].view(records.shape)
             rows = kernels.dequantise_rows(moved, 16, "int8", dtype)
             assert torch.equal(rows, reference.dequantise_rows(records, 16, "int8", dtype))
@@ -51,20 +51,27 @@ def test_more_slots_than_a_warp_has_lanes():
     """Then sums do not go through bulk copies."""
     slot_to_row = torch.randperm(3 * 70, generator=torch.Generator().manual_seed(0)).view(3, 70)
     slot_to_row[:, ::7] = -1
-    rows, weights = payload(210, 32), payload(3, 70, salt=1)
+    rows, weights, x = payload(210, 32), payload(3, 70, salt=1), payload(3, 32, salt=2)
+    compact = slot_to_row.where(slot_to_row >= 0, 210).flatten().argsort().argsort().view(3, 70)
+    places = compact.where(slot_to_row >= 0, -1), int((slot_to_row >= 0).sum())
     for kernels in (load_emulated(), load_emulated(dispatch_sms=2)):
         found, wanted = (k.combine_rows(rows, slot_to_row, weights) for k in (kernels, reference))
         assert torch.equal(found, wanted)
+        assert torch.equal(kernels.dispatch_rows(x, *places), reference.dispatch_rows(x, *places))
+        records, wanted = (k.quantise_rows(x, *places, "fp8") for k in (kernels, reference))
+        assert torch.equal(records, wanted)
 
 
 @pytest.mark.parametrize("row_bytes", [16, 16 * 1024, 16 * 1024 + 16, 40 * 1024])
-@pytest.mark.parametrize("num_rows", [0, 1, 33, 100])
-def test_rows_on_a_few_multiprocessors_go_through_all_stages(num_rows, row_bytes):
-    """More rows than stages and than lanes, and rows that are one stage, a little more, and several."""
-    x = payload(7, row_bytes // 4)
-    row_to_token = torch.randint(7, (num_rows,), generator=torch.Generator().manual_seed(num_rows))
+@pytest.mark.parametrize("num_tokens", [0, 1, 33, 100])
+def test_tokens_on_a_few_multiprocessors_go_through_all_stages(num_tokens, row_bytes):
+    """More tokens than stages and than lanes, and tokens that are one stage, a little more, and several."""
+    x = payload(num_tokens, row_bytes // 4)
+    slots = torch.randperm(num_tokens * 3, generator=torch.Generator().manual_seed(num_tokens)).view(num_tokens, 3)
+    places = slots.where(slots < num_tokens * 2, -1), num_tokens * 2
     for num_sms in (1, 3):
-        assert torch.equal(load_emulated(dispatch_sms=num_sms).dispatch_rows(x, row_to_token), x[row_to_token])
+        rows = load_emulated(dispatch_sms=num_sms).dispatch_rows(x, *places)
+        assert torch.equal(rows, reference.dispatch_rows(x, *places))
 
 
 def test_no_operation_on_rows_takes_more_than_its_multiprocessors():
@@ -72,12 +79,12 @@ def test_no_operation_on_rows_takes_more_than_its_multiprocessors():
     num_tokens, top_k, num_sms = 600, 2, 3
     x, weights = payload(num_tokens, 256), payload(num_tokens, top_k, salt=1)
     slot_to_row = torch.arange(num_tokens * top_k).view(num_tokens, top_k)
-    row_to_token = torch.arange(num_tokens).repeat_interleave(top_k)
+    places = slot_to_row, num_tokens * top_k
     kernels, all_sms = load_emulated(dispatch_sms=num_sms), load_emulated()
-    records, rows = all_sms.quantise_rows(x, row_to_token, "int8"), all_sms.dispatch_rows(x, row_to_token)
+    records, rows = all_sms.quantise_rows(x, *places, "int8"), all_sms.dispatch_rows(x, *places)
     operations = {
-        "dispatch": lambda k: k.dispatch_rows(x, row_to_token),
-        "quantise": lambda k: k.quantise_rows(x, row_to_token, "int8"),
+        "dispatch": lambda k: k.dispatch_rows(x, *places),
+        "quantise": lambda k: k.quantise_rows(x, *places, "int8"),
         "dequantise": lambda k: k.dequantise_rows(records, 256, "int8", torch.float32),
         "combine": lambda k: k.combine_rows(rows, slot_to_row, weights),
         "backward of combine": lambda k: k.combine_rows_backward(x, rows, slot_to_row, weights),
@@ -146,11 +153,13 @@ def test_work_is_queued_on_the_current_stream(cuda):
     plan = cuda.plan_routes(topk_idx, destinations, num_destinations)
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
-        cuda.dispatch_rows(x, plan.row_to_token)  # code is loaded and memory allocated, which waits for the device
+        cuda.dispatch_rows(
+            x, plan.first_slot_to_row, plan.num_rows
+        )  # code is loaded and memory allocated, which waits for the device
         torch.cuda.synchronize()
         torch.cuda._sleep(50_000_000)
         x.copy_(late)
-        rows = cuda.dispatch_rows(x, plan.row_to_token)
+        rows = cuda.dispatch_rows(x, plan.first_slot_to_row, plan.num_rows)
         sums = cuda.bit_sums(x)
         assert not stream.query()  # nothing has waited
     torch.cuda.synchronize()
@@ -168,7 +177,7 @@ def test_combine_against_fp64(cuda, dtype, tolerance):
     topk_idx, destinations, num_destinations = on_gpu(*large_routes())
     plan = cuda.plan_routes(topk_idx, destinations, num_destinations)
     x, weights = on_gpu(payload(6000, 1024, dtype), payload(6000, 4, salt=1))
-    rows = cuda.dispatch_rows(x, plan.row_to_token)
+    rows = cuda.dispatch_rows(x, plan.first_slot_to_row, plan.num_rows)
     weight = torch.where(plan.slot_to_row >= 0, weights, 0.0).double().sum(dim=1, keepdim=True)
     wanted = x.double() * weight
     for kernels in (cuda, load_kernels("compiled", "cuda", 8)):
@@ -182,7 +191,7 @@ def test_results_are_the_same_in_every_run(cuda):
     x, weights, grad = on_gpu(payload(6000, 768), payload(6000, 4, salt=1), payload(6000, 768, salt=2))
     runs = []
     for _ in range(5):
-        rows = cuda.dispatch_rows(x, plan.row_to_token)
+        rows = cuda.dispatch_rows(x, plan.first_slot_to_row, plan.num_rows)
         out = cuda.combine_rows(rows, plan.slot_to_row, weights)
         runs.append([rows, out, *cuda.combine_rows_backward(grad, rows, plan.slot_to_row, weights)])
     for run in runs[1:]:
@@ -197,7 +206,11 @@ def test_rows_beyond_2_to_the_31_elements(cuda):
     rows = torch.zeros(num_rows, hidden, dtype=torch.bfloat16, device="cuda")
     rows[num_rows - 1], rows[0] = x[0], x[1]
     assert torch.equal(cuda.combine_rows(rows, slot), x)
-    assert torch.equal(cuda.dispatch_rows(rows, torch.tensor([num_rows - 1], device="cuda")), x[:1])
+    places = torch.full((num_rows, 1), -1, device="cuda")
+    places[num_rows - 1] = 0
+    assert torch.equal(cuda.dispatch_rows(rows, places, 1), x[:1])
+    places = torch.arange(num_rows - 1, -1, -1, device="cuda")[:, None]
+    assert torch.equal(cuda.dispatch_rows(rows, places, num_rows)[[0, -1]], x)
 
 
 @pytest.mark.gpu
@@ -206,7 +219,7 @@ def test_rows_are_moved_in_a_captured_graph(cuda):
     x, weights = on_gpu(payload(6000, 256), payload(6000, 4, salt=1))
 
     def step():
-        rows = cuda.dispatch_rows(x, plan.row_to_token)
+        rows = cuda.dispatch_rows(x, plan.first_slot_to_row, plan.num_rows)
         return cuda.combine_rows(rows, plan.slot_to_row, weights)
 
     step()

@@ -25,7 +25,7 @@ pytestmark = [
 
 # Kernels that move most bytes, by a part of their mangled names, with what they do 16 bytes at a time.
 VECTORS = {
-    "gather_rowsI5uint4": "load store",
+    "scatter_tokensI5uint4": "load store",
     "quantise_tokensI": "load",
     "dequantise_recordsI": "store",
     "combine_tokensILi128ENS_7VectorsI": "load",
@@ -35,10 +35,9 @@ VECTORS = {
     "encode_blocksILi4ELb1E": "load store",
     "encode_blocksILi8ELb1E": "load store",
     "decode_blocksILb1E": "load store",
-    "apply_productILb1E": "load store",
 }
 IN_PTX = {"load": r"ld\.global\S*\.v4\.", "store": r"st\.global\S*\.v4\."}
-BULK = ("gather_in_bulk", "combine_in_bulk")
+BULK = ("scatter_in_bulk", "combine_in_bulk")
 # What nvcc says of a kernel: name, architecture, stores and loads that spill, registers, and more.
 SAID = re.compile(
     r"Compiling entry function '(\S+)' for '(\S+)'.*?\n.*?(\d+) bytes spill stores, "

@@ -12,6 +12,7 @@ from kernel_refs import (
     combine_backward_by_loops,
     combine_by_loops,
     combines,
+    dispatch_by_loops,
     payload,
     plan_by_loops,
     record_by_loops,
@@ -26,6 +27,12 @@ from ds_hybridep.kernels import load_kernels
 ROUNDING = {torch.float32: 2e-6, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
 
 kernels = load_kernels("reference")
+
+ONE_SLOT = torch.tensor([[0]])  # of one token, with one row
+
+
+def _bits(tensor):
+    return tensor.view(torch.uint8) if tensor.numel() else tensor  # nan is equal to itself
 
 
 def int32(values):
@@ -53,6 +60,11 @@ def test_plan_of_the_documented_example():
     assert plan.row_topk_idx.tolist() == [[-1, 0], [1, 0], [2, -1]]
     assert plan.slot_to_row.tolist() == [[2, 0], [1, 1]]
     assert plan.first_slot_to_row.tolist() == [[2, 0], [1, -1]]
+
+
+@given(token_rows())
+def test_dispatch_is_what_loops_give(arguments):
+    assert torch.equal(_bits(kernels.dispatch_rows(*arguments)), _bits(dispatch_by_loops(*arguments)))
 
 
 @given(combines())
@@ -84,7 +96,7 @@ def test_dispatch_and_sum_of_first_slots_are_adjoint(arguments):
     plan = kernels.plan_routes(topk_idx, expert_to_destination, num_destinations)
     x = payload(topk_idx.shape[0], 5, torch.float64)
     y = payload(plan.row_to_token.shape[0], 5, torch.float64, salt=1)
-    forward = (kernels.dispatch_rows(x, plan.row_to_token) * y).sum()
+    forward = (kernels.dispatch_rows(x, plan.first_slot_to_row, plan.num_rows) * y).sum()
     backward = (x * kernels.combine_rows(y, plan.first_slot_to_row)).sum()
     torch.testing.assert_close(forward, backward, rtol=1e-12, atol=1e-12)
 
@@ -128,34 +140,31 @@ FORMATS = ["int8", "fp8"]
 
 @given(token_rows())
 def test_records_are_what_loops_give(arguments):
-    x, row_to_token = arguments
     for row_format in FORMATS:
-        records = kernels.quantise_rows(x, row_to_token, row_format)
-        wanted = {token: record_by_loops(x[token].tolist(), row_format) for token in set(row_to_token.tolist())}
-        assert records.tolist() == [wanted[token] for token in row_to_token.tolist()]
+        records = kernels.quantise_rows(*arguments, row_format)
+        assert records.tolist() == [record_by_loops(row.tolist(), row_format) for row in dispatch_by_loops(*arguments)]
         assert records.dtype == torch.uint8
         assert records.shape[1] % 16 == 0
 
 
 @given(token_rows(is_finite=True))
 def test_an_element_is_off_by_half_a_step_at_most(arguments):
-    x, row_to_token = arguments
+    wanted = dispatch_by_loops(*arguments)
     for row_format in FORMATS:
-        records = kernels.quantise_rows(x, row_to_token, row_format)
-        rows = kernels.dequantise_rows(records, x.shape[1], row_format, x.dtype)
-        wanted = x[row_to_token]
-        assert rows.dtype == x.dtype
+        records = kernels.quantise_rows(*arguments, row_format)
+        rows = kernels.dequantise_rows(records, wanted.shape[1], row_format, wanted.dtype)
+        assert rows.dtype == wanted.dtype
         assert ((rows.double() - wanted.double()).abs() <= steps_of(wanted, row_format) / 2).all()
         assert ((rows.sign() == wanted.sign()) | (rows == 0)).all()
 
 
 @given(token_rows())
 def test_rows_that_were_quantised_give_the_same_records(arguments):
-    x, row_to_token = arguments
+    x, _, num_rows = arguments
     for row_format in FORMATS:
-        records = kernels.quantise_rows(x, row_to_token, row_format)
+        records = kernels.quantise_rows(*arguments, row_format)
         rows = kernels.dequantise_rows(records, x.shape[1], row_format, x.dtype)
-        assert torch.equal(kernels.quantise_rows(rows, torch.arange(len(rows)), row_format), records)
+        assert torch.equal(kernels.quantise_rows(rows, torch.arange(num_rows)[:, None], num_rows, row_format), records)
 
 
 @pytest.mark.parametrize("row_format", FORMATS)
@@ -164,7 +173,7 @@ def test_what_is_not_finite_makes_its_block_nan_and_no_other(row_format, value):
     x = payload(1, 300)
     x[0, 200] = value
     for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
-        records = kernels.quantise_rows(x.to(dtype), torch.tensor([0]), row_format)
+        records = kernels.quantise_rows(x.to(dtype), ONE_SLOT, 1, row_format)
         rows = kernels.dequantise_rows(records, 300, row_format, dtype)
         assert rows[0, 128:256].isnan().all()
         assert rows[0, :128].isfinite().all()
@@ -174,9 +183,9 @@ def test_what_is_not_finite_makes_its_block_nan_and_no_other(row_format, value):
 def test_a_record_of_the_documented_layout():
     x = torch.zeros(1, 200)
     x[0, :3] = torch.tensor([254.0, -2.0, 3.0])  # 3 lies halfway between 2 and 4 and goes to the even multiple of 2
-    (record,) = kernels.quantise_rows(x, torch.tensor([0]), "int8").tolist()
+    (record,) = kernels.quantise_rows(x, ONE_SLOT, 1, "int8").tolist()
     assert record == [127, 255, 2, *[0] * 197, 128, 17, *[0] * 6]
-    (record,) = kernels.quantise_rows(x, torch.tensor([0]), "fp8").tolist()
+    (record,) = kernels.quantise_rows(x, ONE_SLOT, 1, "fp8").tolist()
     assert [E4M3[code % 128] for code in record[:3]] == [256, 2, 3]
     assert record[200:] == [127, 17, 0, 0, 0, 0, 0, 0]
 
@@ -186,6 +195,6 @@ def test_the_largest_finite_numbers_stay_finite(row_format):
     for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
         largest = min(torch.finfo(dtype).max, torch.finfo(torch.float32).max)
         x = torch.tensor([[largest, -largest, largest / 3]], dtype=dtype)
-        rows = kernels.dequantise_rows(kernels.quantise_rows(x, torch.tensor([0]), row_format), 3, row_format, dtype)
+        rows = kernels.dequantise_rows(kernels.quantise_rows(x, ONE_SLOT, 1, row_format), 3, row_format, dtype)
         assert rows.isfinite().all()
         torch.testing.assert_close(rows.double(), x.double(), rtol=2.0**-4, atol=0)

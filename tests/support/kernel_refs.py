@@ -40,6 +40,16 @@ def plan_by_loops(topk_idx, expert_to_destination, num_destinations):
     }
 
 
+def dispatch_by_loops(x, slot_to_row, num_rows):
+    """ReferenceKernels.dispatch_rows: [R, D]."""
+    out = x.new_empty(num_rows, x.shape[1])
+    for t, rows in enumerate(slot_to_row.tolist()):
+        for row in rows:
+            if row >= 0:
+                out[row] = x[t]
+    return out
+
+
 def combine_by_loops(rows, slot_to_row, weights=None):
     """ReferenceKernels.combine_rows in Python floats, which are fp64: [T, D] fp64."""
     num_tokens, top_k = slot_to_row.shape
@@ -152,9 +162,21 @@ def combines(draw, max_tokens=8):
 
 
 @st.composite
+def slots_with_rows(draw, num_tokens, max_top_k=4):
+    """slot_to_row [T, K] with each of R rows in one slot; R."""
+    top_k = draw(st.integers(1, max_top_k))
+    num_rows = draw(st.integers(0, num_tokens * top_k))
+    slots = draw(st.permutations([*range(num_rows), *[-1] * (num_tokens * top_k - num_rows)]))
+    return torch.tensor(slots, dtype=torch.int64).view(num_tokens, top_k), num_rows
+
+
+@st.composite
 def token_rows(draw, max_tokens=3, *, is_finite=False):
-    """x [T, D] with elements of very different sizes, zeros, and unless `is_finite` inf and nan; row_to_token [R]."""
-    num_tokens, hidden = draw(st.integers(1, max_tokens)), draw(st.sampled_from([0, 1, 8, 127, 128, 136, 260]))
+    """x [T, D], and slots with rows for it.  Rows are in any order, and a token may have none.
+
+    Elements have very different sizes; some are zeros, and unless `is_finite` inf and nan.
+    """
+    num_tokens, hidden = draw(st.integers(0, max_tokens)), draw(st.sampled_from([0, 1, 8, 127, 128, 136, 260]))
     dtype = draw(st.sampled_from([torch.float32, torch.bfloat16, torch.float16]))
     exponents = st.integers(-24, 15) if dtype == torch.float16 else st.integers(-149, 127)
     size = 2.0 ** torch.tensor(
@@ -166,10 +188,9 @@ def token_rows(draw, max_tokens=3, *, is_finite=False):
     specials = st.sampled_from([0.0, -0.0, torch.finfo(dtype).max, torch.finfo(dtype).tiny, -1.0, 464.0, 127.5])
     if not is_finite:
         specials = specials | st.sampled_from([math.inf, -math.inf, math.nan])
-    for place in draw(st.lists(st.integers(0, max(num_tokens * hidden - 1, 0)), max_size=4 if hidden else 0)):
+    for place in draw(st.lists(st.integers(0, max(num_tokens * hidden - 1, 0)), max_size=4 if x.numel() else 0)):
         x.view(-1)[place] = draw(specials)
-    row_to_token = torch.tensor(draw(st.lists(st.integers(0, num_tokens - 1), max_size=4)), dtype=torch.int64)
-    return x.to(dtype), row_to_token
+    return x.to(dtype), *draw(slots_with_rows(num_tokens))
 
 
 def large_routes(num_tokens=6000, top_k=4, num_experts=16, num_destinations=4):

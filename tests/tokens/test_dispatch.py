@@ -442,7 +442,7 @@ def test_rows_across_the_slow_level_travel_as_records(pool4: ProcessPool, exchan
     kernels = load_kernels("reference", "cpu")
 
     def rounded(row: torch.Tensor) -> torch.Tensor:
-        records = kernels.quantise_rows(row[None], torch.tensor([0]), row_format)
+        records = kernels.quantise_rows(row[None], torch.tensor([[0]]), 1, row_format)
         return kernels.dequantise_rows(records, RECORD_HIDDEN, row_format, dtype)[0]
 
     exact = {rank: [token_of(rank, token, dtype) for token in range(4)] for rank in range(4)}
