@@ -389,9 +389,9 @@ class _HandOvers:
 
         return call
 
-    def put(self, original: Any, channel: Any, transfer: Any) -> None:
+    def put(self, original: Any, channel: Any, transfer: Any, streams: Any) -> None:
         self._tell(transfer.device_side)
-        original(channel, transfer)
+        original(channel, transfer, streams)
 
     def take(self, original: Any, channel: Any, transfer: Any) -> None:
         merge(self._cuda.thread_clock(), self._told[id(transfer.device_side)])
