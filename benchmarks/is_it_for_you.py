@@ -19,7 +19,7 @@ from ds_hybridep.plan.answer import Answer
 from ds_hybridep.plan.planner import make_plan
 
 MODELS = ("Qwen3-30B-A3B", "Mixtral-8x7B", "gpt-oss-120b")
-TRAININGS = {"full": (), "LoRA, rank 16": ("--lora-rank", "16")}
+TRAININGS = {"full": (), "LoRA, rank 16": ("--lora", "all", "--lora-rank", "16")}
 GBPS = (1, 10, 100)
 GPUS = (8, 16, 32, 64)  # of each datacentre; the fewest that something fits
 ZERO_STAGES = (1, 2)

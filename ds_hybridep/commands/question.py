@@ -11,15 +11,26 @@ from typing import Any
 from ds_hybridep.config import parse_config
 from ds_hybridep.config_codecs import PATCH, CodecConfig, recommended_codecs
 from ds_hybridep.errors import ConfigError
-from ds_hybridep.geometry.cluster import BITS_PER_BYTE, Cluster, Level
+from ds_hybridep.geometry.cluster import BITS_PER_BYTE, Cluster, Level, LinkSpeed
 from ds_hybridep.geometry.packets import Part
-from ds_hybridep.geometry.slots import Shape, part_of
+from ds_hybridep.geometry.slots import part_of
 from ds_hybridep.lab.topology import parse_duration, parse_number
+from ds_hybridep.plan.adapters import WHERE, with_adapters
 from ds_hybridep.plan.choices import skewed_loads
 from ds_hybridep.plan.codec_costs import DEFAULT_LEARNING_RATE, codec_cost, patch_cost
 from ds_hybridep.plan.costs import expert_parts
+from ds_hybridep.plan.machines import (
+    DEFAULT_GPU,
+    GPUS,
+    GPUS_OF_MACHINE,
+    HOST_MEMORY_BYTES,
+    NETWORK_BYTES_PER_S,
+    codec_on,
+    default_link_bytes_per_s,
+    gpu_of,
+)
 from ds_hybridep.plan.model_sizes import model_from_mapping
-from ds_hybridep.plan.models import read_model_file, ready_names
+from ds_hybridep.plan.models import model_name, read_model_file, ready_names
 from ds_hybridep.plan.plan import EXACT, CodecCosts, ExpertGroup, LevelCodecs
 from ds_hybridep.plan.question import Question
 from ds_hybridep.plan.rates import CodecCost, Rates
@@ -30,24 +41,33 @@ BITS_PER_UNIT = {
     "kbit": 1e3, "mbit": 1e6, "gbit": 1e9, "tbit": 1e12, "kbps": 1e3, "mbps": 1e6, "gbps": 1e9, "tbps": 1e12,
 }  # fmt: skip
 TERA = 1e12
-DEFAULT_TFLOPS = 990.0  # of an H100 in bf16, dense
 DEFAULT_MFU = 0.4
 DEFAULT_TOKENS = 4096
-HOST_MEMORY_BYTES = 128e9  # of the host, for each GPU
+DEFAULT_SEQUENCE = 4096
+DEFAULT_LORA_RANK = 16
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments that `read_question` reads."""
-    _add_job_arguments(parser)
+    _add_cluster_arguments(parser)
+    _add_training_arguments(parser)
     add = parser.add_argument_group("machines").add_argument
-    add("--tflops", type=float, default=DEFAULT_TFLOPS, help="peak TFLOPS of a GPU; default %(default)g")
+    add("--gpu", default=DEFAULT_GPU, metavar="NAME", help=f"{', '.join(GPUS)}; default %(default)s")
+    add("--tflops", type=float, help="peak TFLOPS of a GPU, dense, bf16; default: of --gpu")
     add("--mfu", type=float, default=DEFAULT_MFU, help="share of the peak that is reached; default %(default)g")
+    add("--memory", type=float, metavar="GB", help="memory of a GPU, activations included; default: of --gpu")
+    add(
+        "--host-memory", type=float, default=HOST_MEMORY_BYTES / GIGA, metavar="GB",
+        help="memory of the host for each GPU; default %(default)g",
+    )  # fmt: skip
     add(
         "--overlap", type=float, default=1.0, metavar="SHARE",
         help="share of transfers that hide behind computation, where they can; default %(default)g",
     )  # fmt: skip
-    add("--memory", type=float, metavar="GB", help="memory of a GPU, activations included; no limit by default")
-    add("--hot-memory-gb", type=float, metavar="GB", help="memory of a GPU for hot experts; no limit by default")
+    add(
+        "--hot-memory-gb", type=float, metavar="GB",
+        help="memory of a GPU for hot experts, with --skew; no limit of its own by default",
+    )  # fmt: skip
     add(
         "--dense-sync", choices=("hierarchical", "deepspeed"), default="hierarchical",
         help="who synchronises what several ranks hold: this package, level by level, or DeepSpeed, without codecs",
@@ -58,22 +78,34 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
 
 
-def _add_job_arguments(parser: argparse.ArgumentParser) -> None:
+def _add_cluster_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("cluster").add_argument
     add("--cluster", type=Path, metavar="FILE", help="a cluster file, with a list of levels")
     add("--dcs", metavar="DCxGPUS", help="datacentres x GPUs in each, such as 2x8")
     add("--wan", metavar="RATE", help="bandwidth of each datacentre's uplink, such as 10gbps")
-    add("--delay", metavar="TIME", help="one-way delay between datacentres, such as 10ms")
-    add("--lan", metavar="RATE", help="bandwidth of each GPU's link; 8 times --wan by default")
+    add("--delay", metavar="TIME", help="one-way delay between datacentres, such as 10ms; default 0")
+    add(
+        "--lan", metavar="RATE",
+        help=f"bandwidth of each GPU's link inside its datacentre; default: NVLink or PCIe of --gpu, with more than "
+        f"{GPUS_OF_MACHINE} GPUs at most {NETWORK_BYTES_PER_S * BITS_PER_BYTE / GIGA:g}gbps",
+    )  # fmt: skip
+
+
+def _add_training_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("model and training").add_argument
     names = ", ".join(ready_names())
     add(
         "--model", required=True, metavar="NAME|FILE",
-        help=f"{names}, a Hugging Face config.json, or a file with layers, hidden, ffn, experts, top_k",
+        help=f"{names}; the config.json of any MoE model of the Hugging Face hub, or its folder; or a file with "
+        f"layers, hidden, ffn, experts, top_k",
     )  # fmt: skip
     add(
         "--tokens", type=_positive, default=DEFAULT_TOKENS, metavar="N",
         help="tokens per GPU and micro-step; default %(default)s",
+    )  # fmt: skip
+    add(
+        "--seq", type=_positive, metavar="N",
+        help=f"tokens of a sequence, for attention scores; default {DEFAULT_SEQUENCE}, or --tokens if that is less",
     )  # fmt: skip
     add("--accumulation", type=_positive, default=1, metavar="N", help="gradient_accumulation_steps")
     add("--zero-stage", type=int, choices=(0, 1, 2), default=1)
@@ -85,7 +117,12 @@ def _add_job_arguments(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     add("--checkpointing", action="store_true", help="activation checkpointing")
     add("--fused-loss", action="store_true", help="the loss is computed in pieces, without all logits in memory")
-    add("--lora-rank", type=_positive, metavar="R", help="train LoRA adapters of this rank only")
+    add(
+        "--lora", choices=WHERE, default="none",
+        help="train adapters only: of attention, of routed experts, or of both, shared experts and dense layers; "
+        "default %(default)s, which trains everything",
+    )  # fmt: skip
+    add("--lora-rank", type=_positive, metavar="R", help=f"rank of the adapters; default {DEFAULT_LORA_RANK}")
     add(
         "--skew", type=float, default=1.0, metavar="X",
         help="rows of the fullest GPU over the mean, as 'imbalance' in a report; default %(default)g, even routing",
@@ -102,26 +139,57 @@ def _positive(text: str) -> int:
 
 def read_question(args: argparse.Namespace) -> Question:
     """The question on the command line.  Raises ConfigError or PlanError that name an argument."""
+    _check_combinations(args)
+    gpu = gpu_of(args.gpu)
     content = read_model_file(args.model)
-    model = model_from_mapping(content, Path(args.model).stem if "/" in args.model else args.model)
+    model = model_from_mapping(content, model_name(args.model))
     workload = read_workload(args, content, model)
-    if not (args.tflops > 0 and 0 < args.mfu <= 1):
-        raise ConfigError(f"--tflops and --mfu: got {args.tflops:g} and {args.mfu:g}, wanted > 0, and > 0 to 1")
-    if args.hot_memory_gb is not None and not args.hot_memory_gb > 0:
-        raise ConfigError(f"--hot-memory-gb: got {args.hot_memory_gb:g}, wanted > 0")
     cluster = read_cluster(args)
+    tflops = gpu.flops_per_s / TERA if args.tflops is None else args.tflops
+    memory = gpu.memory_bytes / GIGA if args.memory is None else args.memory
+    _check_numbers(args, tflops, memory)
     question = Question(
         cluster=cluster,
         workload=workload,
-        rates=Rates(flops_per_s=args.tflops * args.mfu * TERA, overlap=args.overlap),
+        rates=Rates(flops_per_s=tflops * args.mfu * TERA, overlap=args.overlap),
         dense_sync=args.dense_sync,
         groups=() if args.ep_size is None else (ExpertGroup(args.ep_size),),
         codecs=read_codecs(args, workload),
-        memory_bytes=None if args.memory is None else args.memory * GIGA,
-        host_memory_bytes=None if args.memory is None else HOST_MEMORY_BYTES,
+        memory_bytes=memory * GIGA,
+        host_memory_bytes=args.host_memory * GIGA,
         hot_bytes=None if args.hot_memory_gb is None else args.hot_memory_gb * GIGA,
     )
     return with_skew(question, args.skew)
+
+
+def _check_combinations(args: argparse.Namespace) -> None:
+    """Raises ConfigError for options that do not go together, before anything is computed."""
+    sequence = args.seq or 0
+    wrong = {
+        "--lora-rank: gives the rank of adapters, but --lora is none; add --lora attention, experts or all":
+            args.lora_rank is not None and args.lora == "none",
+        f"--zero-stage: got 2 with --lora {args.lora}, but adapters of experts need stage 0 or 1":
+            args.zero_stage == 2 and args.lora in ("experts", "all"),
+        f"--seq: got {sequence}, but a GPU has only {args.tokens} tokens in a micro-step; raise --tokens":
+            sequence > args.tokens,
+        "--hot-memory-gb: limits hot experts, but routing is even; add --skew": (
+            args.hot_memory_gb is not None and args.skew == 1.0
+        ),
+        "--offload-optimizer: DeepSpeed offloads under ZeRO 1 and 2, but --zero-stage is 0; give 1 or 2":
+            args.offload_optimizer and args.zero_stage == 0,
+    }  # fmt: skip
+    for message, is_wrong in wrong.items():
+        if is_wrong:
+            raise ConfigError(message)
+
+
+def _check_numbers(args: argparse.Namespace, tflops: float, memory: float) -> None:
+    if not (tflops > 0 and 0 < args.mfu <= 1):
+        raise ConfigError(f"--tflops and --mfu: got {tflops:g} and {args.mfu:g}, wanted > 0, and > 0 to 1")
+    if not (memory > 0 and args.host_memory >= 0):
+        raise ConfigError(f"--memory and --host-memory: got {memory:g} and {args.host_memory:g}, wanted > 0, and >= 0")
+    if args.hot_memory_gb is not None and not args.hot_memory_gb > 0:
+        raise ConfigError(f"--hot-memory-gb: got {args.hot_memory_gb:g}, wanted > 0")
 
 
 def with_skew(question: Question, skew: float) -> Question:
@@ -147,7 +215,9 @@ def read_cluster(args: argparse.Namespace) -> Cluster:
             raise ConfigError(f"--dcs: got '{args.dcs}', wanted DATACENTRESxGPUS, for example 2x8")
         if args.wan is None:
             raise ConfigError("--wan: missing; --dcs needs the rate of a datacentre's uplink, such as 10gbps")
-        cluster = Cluster((Level("dc", int(match[1])), Level("gpu", int(match[2]))))
+        num_gpus = int(match[2])
+        link = LinkSpeed(default_link_bytes_per_s(gpu_of(args.gpu), num_gpus), None)
+        cluster = Cluster((Level("dc", int(match[1])), Level("gpu", num_gpus, link)))
     else:
         # A block that is not enabled may have sizes that do not match the world size.
         cluster = parse_config({"enabled": False, "levels": str(args.cluster)}, world_size=0).cluster()
@@ -172,24 +242,19 @@ def read_workload(args: argparse.Namespace, content: Mapping[str, Any], model: M
     dtype = args.dtype or str(content.get("dtype", "bf16"))
     if dtype not in DTYPE_BYTES:
         raise ConfigError(f"dtype: got '{dtype}', wanted one of {', '.join(DTYPE_BYTES)}")
-    of_expert: tuple[Shape, ...] = ()
-    of_dense: tuple[Shape, ...] = ()
-    if (rank := args.lora_rank) is not None:
-        # Two adapter matrices for each of an expert's three matrices and attention's four (hidden x hidden).
-        ffn = model.expert_params // (3 * model.hidden)
-        of_expert = ((rank, model.hidden), (ffn, rank)) * 2 + ((rank, ffn), (model.hidden, rank))
-        of_dense = ((rank, model.hidden), (model.hidden, rank)) * 4 * model.num_moe_layers
+    adapted, (of_expert, of_dense) = with_adapters(model, args.lora, args.lora_rank or DEFAULT_LORA_RANK)
     return Workload(
-        model=model,
+        model=adapted,
         tokens_per_rank=args.tokens,
+        sequence_tokens=args.seq or min(args.tokens, DEFAULT_SEQUENCE),
         micro_steps=args.accumulation,
         param_bytes=DTYPE_BYTES[dtype],
         zero_stage=args.zero_stage,
         offloads_optimizer=args.offload_optimizer,
         is_checkpointed=args.checkpointing,
         has_fused_loss=args.fused_loss,
-        trainable_expert_shapes=of_expert or None,
-        trainable_dense_shapes=of_dense or None,
+        trainable_expert_shapes=of_expert,
+        trainable_dense_shapes=of_dense,
         learning_rate=args.learning_rate,
     )
 
@@ -201,11 +266,12 @@ def read_codecs(args: argparse.Namespace, workload: Workload) -> tuple[CodecCost
     wanted = recommended_codecs(workload.param_bytes)
     experts = expert_parts(workload, 1)
     dense = tuple(map(part_of, workload.dense_tensors))
+    gpu = gpu_of(args.gpu)
 
     def cost(codec: CodecConfig, parts: tuple[Part, ...]) -> CodecCost:
         if codec == PATCH:
-            return patch_cost(workload.learning_rate)
-        return codec_cost(codec.model_dump(), parts, workload.param_bytes)
+            return codec_on(gpu, patch_cost(workload.learning_rate))
+        return codec_on(gpu, codec_cost(codec.model_dump(), parts, workload.param_bytes))
 
     recommended = LevelCodecs(
         weight=cost(wanted.weight, experts),

@@ -20,7 +20,6 @@ from ds_hybridep.plan.rates import IDENTITY, Rates
 from ds_hybridep.plan.stream_model import StepPrediction
 from ds_hybridep.plan.workload import MASTER_BYTES, Workload
 
-BACKWARD_SHARE = 2 / 3  # of the time that a micro-step computes
 OUTER_VALUES = 2  # fp32 numbers for each owned parameter with local steps: common weights and outer momentum
 TRIPS = 2  # one-way latencies in an exchange: packets, and the agreement
 
@@ -65,7 +64,7 @@ def sites_of(
     if every == 1 and workload.zero_stage == 2:
         terms = whole.terms_s
         computing_s = terms["dense_s"] + terms["experts_s"] + terms["tokens_s"]
-        backward_s = BACKWARD_SHARE * computing_s / workload.micro_steps
+        backward_s = workload.backward_share * computing_s / workload.micro_steps
         hidden_s = rates.overlap * min(transfer_s * (1 - 1 / MOST_LEAVES), backward_s)
     kept_bytes = _kept_bytes(held, workload, codecs, every)
     on_device, on_host = (0.0, kept_bytes) if inside.state == "host" else (kept_bytes, 0.0)

@@ -121,10 +121,11 @@ class _Step:
     # ---- a layer ----
 
     def _before_experts(self, label: str) -> Run:
-        seconds = self.workload.pre_expert_flops / self.rates.flops_per_s
-        return Run("dense_s", label, seconds if label != "backward" else 2.0 * seconds)
+        workload = self.workload
+        flops = workload.pre_expert_backward_flops if label == "backward" else workload.pre_expert_flops
+        return Run("dense_s", label, flops / self.rates.flops_per_s)
 
-    def _experts(self, label: str, times: float) -> Program:
+    def _experts(self, label: str, *, is_backward: bool = False) -> Program:
         """Calls and computation; DeepSpeed's layer computes the full capacity.  Source: paper (1), (2)."""
         plan, workload, rates, routing = self.plan, self.workload, self.rates, self._routing
         calls_s = rates.layer_s + rates.expert_call_s * experts_per_rank(plan, workload) * plan.domain_size
@@ -132,21 +133,22 @@ class _Step:
         rows = workload.expert_rows * routing.load_after
         if plan.is_padded:
             rows = workload.expert_capacity * workload.model.num_experts
-        seconds = rows * workload.expert_flops_per_row / (rates.expert_flops_per_s or rates.flops_per_s)
+        of_row = workload.expert_backward_flops_per_row if is_backward else workload.expert_flops_per_row
+        seconds = rows * of_row / (rates.expert_flops_per_s or rates.flops_per_s)
         return (
-            Run("host_s", "calls", times * calls_s, is_computing=False),
-            Run("experts_s", label, times * seconds, grows_with_rows=not plan.is_padded),
+            Run("host_s", "calls", (2.0 if is_backward else 1.0) * calls_s, is_computing=False),
+            Run("experts_s", label, seconds, grows_with_rows=not plan.is_padded),
         )
 
     def _forward(self, exchanges: dict[str, Program], take_weights: Program = (), label: str = "forward") -> Program:
         before = self._before_experts(label)
-        experts = self._experts("experts", 1.0)
+        experts = self._experts("experts")
         return _without_pauses(before, *exchanges["dispatch"], *take_weights, *experts, *exchanges["combine"])
 
     def _backward(self, exchanges: dict[str, Program]) -> Program:
-        """Twice the work of a forward, up to the gradient of the experts' input."""
+        """Up to the gradient of the experts' input."""
         again = self._forward(exchanges, label="recompute") if self.workload.is_checkpointed else ()
-        experts = self._experts("experts, backward", 2.0)
+        experts = self._experts("experts, backward", is_backward=True)
         return _without_pauses(*again, *exchanges["output gradients"], *experts, *exchanges["input gradients"])
 
     def _last_backward(self, layers: tuple[int, ...], backward: Program, gradients: Message) -> Program:

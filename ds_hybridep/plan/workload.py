@@ -17,6 +17,26 @@ COUNT_BYTES = 16  # header of the first message to each destination of an exchan
 MIN_CAPACITY = 4  # deepspeed.moe.layer.MoE's default
 
 
+@dataclass(frozen=True)
+class Scores:
+    """Attention scores of some layers.
+
+    elements: by which each pair of tokens is multiplied, queries and outputs together.
+    window: tokens that a token looks back on at most, itself included; None: all of its sequence.
+    """
+
+    num_layers: int
+    elements: int
+    window: int | None = None
+
+    def flops_per_token(self, sequence_tokens: int) -> float:
+        """Forward FLOPs of one token of a sequence, on average: two for each element and each token it looks at."""
+        seen = min(self.window or sequence_tokens, sequence_tokens)
+        # The first tokens of a sequence see fewer: 1, 2, 3 ...
+        mean_seen = seen - seen * (seen - 1) / (2 * sequence_tokens)
+        return self.num_layers * 2.0 * self.elements * mean_seen
+
+
 @dataclass(frozen=True, kw_only=True)
 class Widths:
     """Elements that one token has in the tensors of a layer; the estimate of activations needs them.
@@ -27,6 +47,7 @@ class Widths:
     attention_norms: elements that norms inside attention see.
     expert_ffn, shared_ffn, dense_ffn: inner width of an expert, of all shared experts, of a layer without experts.
     vocabulary: number of logits; 0: the model has no head.
+    scores: attention scores of the layers.  Scans of Mamba and of linear attention are left out.
     """
 
     num_layers: int
@@ -40,6 +61,7 @@ class Widths:
     shared_ffn: int = 0
     dense_ffn: int = 0
     vocabulary: int = 0
+    scores: tuple[Scores, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,8 +72,13 @@ class MoEModel:
     dense_shapes: of all others, on every rank, in the model's order: attention, norms, routers, shared experts, dense
         layers, embeddings.
     active_dense_params: dense parameters by which every token is multiplied (a table for look-ups does not count).
+    attention_matrices, other_matrices: of the dense shapes, those beside which adapters may go: of attention and the
+        like, and of shared experts and dense layers.
+    num_adapter_params: parameters of adapters, which the shapes contain; see `adapters`.
     stacks_experts: True if one parameter holds the same tensor of all experts of a rank.
     known_widths: None: `widths` guesses them from the other fields.
+    autoep_preset: name of DeepSpeed's AutoEP for this kind of model; None: AutoEP does not train it.
+    note: what a reader of the answer should know about these sizes.
     """
 
     name: str
@@ -62,8 +89,13 @@ class MoEModel:
     expert_shapes: tuple[Shape, ...]
     dense_shapes: tuple[Shape, ...]
     active_dense_params: int
+    attention_matrices: tuple[Shape, ...] = ()
+    other_matrices: tuple[Shape, ...] = ()
+    num_adapter_params: int = 0
     stacks_experts: bool = False
     known_widths: Widths | None = None
+    autoep_preset: str | None = None
+    note: str = ""
 
     def __post_init__(self) -> None:
         for field in ("hidden", "num_experts", "top_k", "num_moe_layers", "expert_params"):
@@ -95,12 +127,19 @@ class MoEModel:
             attention_out=self.hidden,
             num_heads=0,
             expert_ffn=-(-self.expert_params // (3 * self.hidden)),
+            scores=(Scores(self.num_moe_layers, 2 * self.hidden),),
         )
 
     @property
     def num_params(self) -> int:
-        """Parameters of the whole model."""
-        return self.dense_params + self.num_moe_layers * self.num_experts * self.expert_params
+        """Parameters of the whole model, without adapters."""
+        experts = self.num_moe_layers * self.num_experts * self.expert_params
+        return self.dense_params + experts - self.num_adapter_params
+
+    @property
+    def num_active_params(self) -> int:
+        """Parameters by which one token is multiplied, adapters included."""
+        return self.active_dense_params + self.num_moe_layers * self.top_k * self.expert_params
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,6 +147,7 @@ class Workload:
     """One training step of a model, as one rank sees it.
 
     tokens_per_rank: tokens of a micro-step.
+    sequence_tokens: tokens of a sequence, which attention scores grow with; 0: scores are left out.
     param_bytes: bytes of a parameter, of its gradient, and of an element of a token row.
     offloads_optimizer: the states of DeepSpeed's optimizer are on the host.
     is_checkpointed: the backward recomputes activations and repeats the layers' exchanges.
@@ -124,6 +164,7 @@ class Workload:
 
     model: MoEModel
     tokens_per_rank: int
+    sequence_tokens: int = 0
     micro_steps: int = 1
     param_bytes: int = 2
     zero_stage: int = 1
@@ -220,11 +261,35 @@ class Workload:
         rows = math.ceil(self.tokens_per_rank / model.num_experts * self.capacity_factor * model.top_k)
         return max(rows, MIN_CAPACITY)
 
+    # ---- FLOPs ----
+    #
+    # A product with a matrix takes 2 FLOPs for each parameter and token.  Its backward takes as many for the gradient
+    # of its input, and as many again for the gradient of the matrix, unless that is frozen.  The backward of scores
+    # takes twice as many as their forward.
+
+    @cached_property
+    def score_flops(self) -> float:
+        """Forward FLOPs of attention scores, divided evenly among the MoE layers."""
+        if not self.sequence_tokens:
+            return 0.0
+        of_token = math.fsum(one.flops_per_token(self.sequence_tokens) for one in self.model.widths.scores)
+        return self.tokens_per_rank * of_token / self.model.num_moe_layers
+
     @property
     def pre_expert_flops(self) -> float:
-        """Forward FLOPs of all but the routed experts and attention scores, divided evenly among the MoE layers."""
+        """Forward FLOPs of all but the routed experts, divided evenly among the MoE layers."""
         # Source: paper (1), (2), with PE = (m+1) attention + m FFN.
-        return self.tokens_per_rank * 2.0 * self.model.active_dense_params / self.model.num_moe_layers
+        return self._dense_flops(self.model.active_dense_params) + self.score_flops
+
+    @property
+    def pre_expert_backward_flops(self) -> float:
+        """Backward FLOPs of the same."""
+        # A table for look-ups may be trained, and multiplies nothing.
+        trained = min(self.dense_train_params, self.model.active_dense_params)
+        return self._dense_flops(self.model.active_dense_params + trained) + 2.0 * self.score_flops
+
+    def _dense_flops(self, num_params: int) -> float:
+        return self.tokens_per_rank * 2.0 * num_params / self.model.num_moe_layers
 
     @property
     def expert_rows(self) -> int:
@@ -233,8 +298,21 @@ class Workload:
 
     @property
     def expert_flops_per_row(self) -> float:
-        """Forward FLOPs of one expert on one row: two per parameter.  Source: paper (1)."""
+        """Forward FLOPs of one expert on one row.  Source: paper (1)."""
         return 2.0 * self.model.expert_params
+
+    @property
+    def expert_backward_flops_per_row(self) -> float:
+        """Backward FLOPs of one expert on one row."""
+        return 2.0 * (self.model.expert_params + self.expert_travel_params)
+
+    @property
+    def backward_share(self) -> float:
+        """Share of a micro-step's FLOPs that come after its forward, what is computed again included."""
+        forward = self.pre_expert_flops + self.expert_rows * self.expert_flops_per_row
+        backward = self.pre_expert_backward_flops + self.expert_rows * self.expert_backward_flops_per_row
+        backward += forward if self.is_checkpointed else 0.0
+        return backward / (forward + backward)
 
 
 def num_params(shapes: Iterable[Shape]) -> int:

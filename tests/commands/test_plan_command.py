@@ -12,7 +12,8 @@ from ds_hybridep.commands.question import parse_bits_per_s
 from ds_hybridep.config import parse_config
 from ds_hybridep.errors import ConfigError
 
-QWEN = ["plan", "--model", "Qwen3-30B-A3B", "--dcs", "2x8", "--wan", "10gbps", "--lan", "800gbps", "--tokens", "16384"]
+QWEN = ["plan", "--model", "Qwen3-30B-A3B", "--dcs", "2x8", "--wan", "10gbps", "--lan", "800gbps", "--tokens", "16384",
+        "--memory", "900"]  # fmt: skip
 EXACT = [*QWEN, "--codecs", "exact"]
 
 
@@ -64,7 +65,7 @@ def test_an_optimizer_on_the_host_counts_there(capsys):
     assert "on the host 34.3" in out
     code, _, err = run(capsys, *arguments, "--zero-stage", "0")
     assert code != 0
-    assert "zero_stage is 0, but DeepSpeed offloads the optimizer under stages 1 and 2" in err
+    assert "DeepSpeed offloads under ZeRO 1 and 2, but --zero-stage is 0" in err
 
 
 def test_few_experts_on_many_ranks_are_explained(capsys):
@@ -81,6 +82,8 @@ def test_few_experts_on_many_ranks_are_explained(capsys):
         "800gbps",
         "--codecs",
         "exact",
+        "--memory",
+        "900",
     ]
     _, out, _ = run(capsys, *arguments, "--tokens", "4096")
     assert "8 experts cannot be spread over 16 ranks" in out
@@ -92,8 +95,8 @@ def test_few_experts_on_many_ranks_are_explained(capsys):
 
 
 def test_do_not_use_it_where_deepspeed_is_faster(capsys):
-    adapters = ("--lora-rank", "64", "--ep-size", "16", "--tokens", "1024", "--accumulation", "4")
-    code, out, _ = run(capsys, *EXACT, *adapters, "--memory", "29")
+    adapters = ("--lora", "all", "--lora-rank", "64", "--ep-size", "16", "--tokens", "1024", "--accumulation", "4")
+    code, out, _ = run(capsys, *EXACT, *adapters, "--memory", "29.9")
     assert code == 0
     assert "Do not use it: DeepSpeed, EP over 8 inside each dc, data parallel across takes" in out
     assert "For ds_config.json" not in out
@@ -116,7 +119,7 @@ def test_a_cluster_file_and_a_model_file(capsys, tmp_path):
 
 def test_recommended_codecs_are_tried_and_pasted(capsys):
     _, out, _ = run(capsys, *QWEN)
-    assert "->  [2,2] recommended|exact ep 16" in out
+    assert "->  [2,4] recommended|exact ep 16" in out
     assert "encoded over dc" in out
     assert '"codecs": "recommended"' in out
     settings = json.loads(run(capsys, *QWEN, "--json")[1])["ds_config"]
@@ -185,7 +188,7 @@ def test_a_skew_is_that_of_the_largest_group_in_all_plans(capsys):
 
 
 def test_little_skew_needs_no_hot_experts(capsys):
-    _, out, _ = run(capsys, *QWEN[:-1], "512", "--skew", "1.01")
+    _, out, _ = run(capsys, *QWEN, "--tokens", "512", "--skew", "1.01")
     assert "Hot experts: none. The fullest rank computes 1.0" in out
 
 
@@ -207,7 +210,7 @@ def test_sums_by_deepspeed_are_in_the_block_and_not_encoded(capsys):
         (["--model", "qwen9", "--dcs", "2x8", "--wan", "1gbps"], "--model: qwen9 is no ready model"),
         (["--model", "Qwen3-30B-A3B", "--dcs", "2x8", "--wan", "1GB"], "--wan: got '1GB', wanted bits per second"),
         (["--model", "Qwen3-30B-A3B", "--dcs", "2x8", "--cluster", "x"], "--dcs, --cluster: give one of them"),
-        ([*QWEN[1:], "--mfu", "2"], "--tflops and --mfu: got 990 and 2"),
+        ([*QWEN[1:], "--mfu", "2"], "--tflops and --mfu: got 989 and 2"),
         ([*QWEN[1:], "--overlap", "2"], "overlap is 2.0, but must be between 0 and 1"),
         ([*QWEN[1:], "--ep-size", "3"], "ep_size 3 is no regular grid"),
         ([*QWEN[1:], "--ep-size", "16", "--memory", "1"], "no plan fits"),
@@ -216,7 +219,17 @@ def test_sums_by_deepspeed_are_in_the_block_and_not_encoded(capsys):
             "skew is 0.5, but must be between 1 and 16, the most that 128 experts with top-8",
         ),
         ([*QWEN[1:], "--skew", "17"], "skew is 17, but must be between 1 and 16"),
-        ([*QWEN[1:], "--hot-memory-gb", "0"], "--hot-memory-gb: got 0, wanted > 0"),
+        ([*QWEN[1:], "--skew", "2", "--hot-memory-gb", "0"], "--hot-memory-gb: got 0, wanted > 0"),
+        ([*QWEN[1:], "--lora-rank", "8"], "--lora-rank: gives the rank of adapters, but --lora is none; add --lora"),
+        (
+            [*QWEN[1:], "--lora", "all", "--zero-stage", "2"],
+            "--zero-stage: got 2 with --lora all, but adapters of exp",
+        ),
+        ([*QWEN[1:], "--seq", "16385"], "--seq: got 16385, but a GPU has only 16384 tokens in a micro-step"),
+        ([*QWEN[1:], "--hot-memory-gb", "4"], "--hot-memory-gb: limits hot experts, but routing is even; add --skew"),
+        ([*QWEN[1:], "--offload-optimizer", "--zero-stage", "0"], "--zero-stage is 0; give 1 or 2"),
+        ([*QWEN[1:], "--gpu", "V100"], "--gpu: got 'V100', wanted one of A100-40, A100-80, H100"),
+        ([*QWEN[1:], "--memory", "0"], "--memory and --host-memory: got 0 and 128, wanted > 0, and >= 0"),
         ([*QWEN[1:], "--learning-rate", "0"], "learning_rate is 0.0, but must be a finite number > 0"),
     ],
 )

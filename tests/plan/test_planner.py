@@ -39,12 +39,9 @@ def cluster_of(sizes, gbps, latency_s=0.0):
 def question_of(name, sizes=(2, 8), gbps=(10, 800), latency_s=0.005, tokens=16384, **settings):
     workload_settings = settings.pop("workload", {})
     model = model_from_mapping(read_model_file(name), name)
-    # Attention scores of sequences of 4096 tokens cost as many FLOPs as so many parameters.
-    scores = 4096 * model.widths.num_layers * model.widths.attention_out
-    model = dataclasses.replace(model, active_dense_params=model.active_dense_params + scores)
     return Question(
         cluster=cluster_of(sizes, gbps, latency_s),
-        workload=Workload(model=model, tokens_per_rank=tokens, **workload_settings),
+        workload=Workload(**{"model": model, "tokens_per_rank": tokens, "sequence_tokens": 4096, **workload_settings}),
         rates=Rates(flops_per_s=4e14),
         **settings,
     )
@@ -60,11 +57,7 @@ def asked(name, *arguments):
 
 CASES = {
     "qwen3-2x8-10gbps": question_of("Qwen3-30B-A3B"),
-    "qwen3-2x8-lora": question_of(
-        "Qwen3-30B-A3B",
-        workload={"trainable_expert_shapes": ((67584,),), "trainable_dense_shapes": ((10_000_000,),), "zero_stage": 2},
-        tokens=4096,
-    ),
+    "qwen3-2x8-lora": asked("Qwen3-30B-A3B", "--lora", "all", "--accumulation", "4", "--checkpointing"),
     "qwen3-2x8-recommended": asked("Qwen3-30B-A3B", "--accumulation", "4", "--checkpointing", "--memory", "80"),
     "mixtral-2x8-recommended": asked("Mixtral-8x7B", "--accumulation", "4", "--checkpointing", "--memory", "80"),
     "mixtral-2x8": question_of("Mixtral-8x7B", workload={"is_checkpointed": True}),
@@ -347,8 +340,8 @@ def test_a_slower_link_never_makes_the_best_plan_faster(gbps, factor, tokens):
 TRAINED = {
     "qwen3": ("Qwen3-30B-A3B", ()),
     "mixtral": ("Mixtral-8x7B", ()),
-    "qwen3-lora": ("Qwen3-30B-A3B", ("--lora-rank", "16")),
-    "gpt-oss-lora": ("gpt-oss-120b", ("--lora-rank", "16")),
+    "qwen3-lora": ("Qwen3-30B-A3B", ("--lora", "all")),
+    "gpt-oss-lora": ("gpt-oss-120b", ("--lora", "all")),
 }
 MOST_S = {"qwen3": 4.2, "mixtral": 12.5}
 

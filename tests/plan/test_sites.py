@@ -11,7 +11,6 @@ from ds_hybridep.plan.plan import LevelCodecs
 from ds_hybridep.plan.planner import make_plan
 from ds_hybridep.plan.question import Question
 from ds_hybridep.plan.rates import CodecCost, Rates
-from ds_hybridep.plan.sites import BACKWARD_SHARE
 from ds_hybridep.plan.summary import describe
 from ds_hybridep.plan.workload import MoEModel, Workload
 
@@ -82,7 +81,7 @@ def test_under_zero_2_the_exchange_hides_behind_the_last_backward() -> None:
     slow = replace(question_of(zero_stage=2, micro_steps=4), rates=Rates(flops_per_s=1e10))
     way = sites_in(slow)[1]
     computing_s = way.step_s - way.sites.exchange_s  # sums inside a site take next to nothing
-    assert way.sites.hidden_s <= BACKWARD_SHARE * computing_s / 4 + 1e-9
+    assert way.sites.hidden_s <= slow.workload.backward_share * computing_s / 4 + 1e-9
     assert "more are hidden" in way.note
 
 

@@ -9,6 +9,19 @@ from typing import Any
 from ds_hybridep.config import parser_of
 from ds_hybridep.errors import PlanError
 
+CONFIG = "config.json"
+
+
+def model_name(name_or_path: str) -> str:
+    """What to call a model: a ready name, the folder of a config.json, or a file without its ending."""
+    by_name = {name.lower(): name for name in ready_names()}
+    path = Path(name_or_path)
+    if name_or_path.lower() in by_name:
+        return by_name[name_or_path.lower()]
+    if path.name == CONFIG:
+        return path.resolve().parent.name
+    return path.name if path.is_dir() else path.stem
+
 
 def ready_names() -> tuple[str, ...]:
     """Names of the models that come with the package."""
@@ -17,8 +30,13 @@ def ready_names() -> tuple[str, ...]:
 
 
 def read_model_file(name_or_path: str) -> dict[str, Any]:
-    """Read a ready model, or a JSON or YAML file; see `model_from_mapping`.  Raises PlanError if it cannot be read."""
+    """Read a ready model, a JSON or YAML file, or the config.json of a folder; see `model_from_mapping`.
+
+    Raises PlanError if it cannot be read.
+    """
     by_name = {name.lower(): name for name in ready_names()}
+    if Path(name_or_path).is_dir():
+        name_or_path = str(Path(name_or_path) / CONFIG)
     parse = parser_of(name_or_path, f"--model: {name_or_path}")
     try:
         if name_or_path.lower() in by_name:

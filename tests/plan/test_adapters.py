@@ -1,0 +1,110 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is trained, what it costs, and on which GPU: sums by hand beside the model's."""
+
+import argparse
+
+import pytest
+
+from ds_hybridep.commands.question import add_arguments, read_question
+from ds_hybridep.plan.adapters import with_adapters
+from ds_hybridep.plan.machines import GPUS, codec_on, gpu_of
+from ds_hybridep.plan.model_sizes import model_from_mapping
+from ds_hybridep.plan.models import read_model_file
+from ds_hybridep.plan.rates import IDENTITY, CodecCost
+from ds_hybridep.plan.rivals import without_domains
+from ds_hybridep.plan.workload import Workload
+
+RANK, HIDDEN, LAYERS, TOKENS = 16, 2048, 48, 8192
+# Qwen3-30B-A3B: queries and outputs of 4096, keys and values of 512; experts of 768.
+OF_ATTENTION = RANK * (2 * (HIDDEN + 4096) + 2 * (HIDDEN + 512))
+OF_EXPERT = RANK * 3 * (HIDDEN + 768)
+
+
+def qwen():
+    return model_from_mapping(read_model_file("Qwen3-30B-A3B"), "Qwen3-30B-A3B")
+
+
+def asked(*arguments):
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    common = ("--model", "Qwen3-30B-A3B", "--dcs", "2x8", "--wan", "10gbps", "--tokens", str(TOKENS))
+    return read_question(parser.parse_args([*common, *arguments]))
+
+
+@pytest.mark.parametrize(
+    ("where", "of_expert", "of_layer"),
+    [("attention", 0, OF_ATTENTION), ("experts", OF_EXPERT, 0), ("all", OF_EXPERT, OF_ATTENTION)],
+)
+def test_parameters_of_adapters(where, of_expert, of_layer):
+    workload = asked("--lora", where).workload
+    assert workload.expert_travel_params == of_expert
+    assert workload.dense_train_params == LAYERS * of_layer
+    assert workload.model.num_adapter_params == LAYERS * (128 * of_expert + of_layer)
+    assert workload.model.num_params == qwen().num_params
+
+
+def test_all_adapters_of_deepseek_are_those_beside_latent_attention_shared_experts_and_dense_layers():
+    model = model_from_mapping(read_model_file("DeepSeek-V3"))
+    _, (of_expert, of_dense) = with_adapters(model, "all", 1)
+    attention = (7168 + 1536) + (1536 + 24576) + (7168 + 576) + (512 + 32768) + (16384 + 7168)
+    shared, dense = 3 * (7168 + 2048), 3 * (7168 + 18432)
+    assert sum(rows * cols for rows, cols in of_dense) == 61 * attention + 58 * shared + 3 * dense
+    assert sum(rows * cols for rows, cols in of_expert) == 3 * (7168 + 2048)
+
+
+def test_frozen_weights_need_one_product_in_the_backward_and_trained_ones_two():
+    full, frozen = asked().workload, asked("--lora", "attention").workload
+    assert full.pre_expert_backward_flops == 2 * full.pre_expert_flops
+    assert full.expert_backward_flops_per_row == 2 * full.expert_flops_per_row
+    # Experts are frozen, and have no adapters.
+    assert frozen.expert_backward_flops_per_row == frozen.expert_flops_per_row == 2 * 3 * HIDDEN * 768
+    # Scores have no weights: their backward takes twice as many in any case.
+    adapters = 2 * TOKENS * OF_ATTENTION
+    weights = full.pre_expert_flops - full.score_flops
+    assert frozen.pre_expert_flops == pytest.approx(weights + adapters + full.score_flops)
+    assert frozen.pre_expert_backward_flops == pytest.approx(weights + 2 * adapters + 2 * full.score_flops)
+
+
+def test_seconds_of_computing_are_these_sums():
+    """Attention adapters, checkpointed: two forwards, and a backward of frozen weights."""
+    question = asked("--lora", "attention", "--checkpointing", "--accumulation", "4", "--gpu", "A100-80")
+    terms = question.predict(without_domains((2, 8))).terms_s
+    rate, tokens, top_k = 0.4 * 312e12, 4 * TOKENS, 8
+    experts = 3 * tokens * top_k * LAYERS * 2 * (3 * HIDDEN * 768)
+    assert terms["experts_s"] == pytest.approx(experts / rate)
+    of_layer = 2 * HIDDEN * 4096 + 2 * HIDDEN * 512 + 128 * HIDDEN + 2 * HIDDEN + 2 * 128  # attention, router, norms
+    active = LAYERS * of_layer + HIDDEN + 151936 * HIDDEN
+    scores = LAYERS * 2 * 2 * 4096 * (4096 + 1) / 2  # queries and outputs, half of a sequence of 4096
+    adapters = LAYERS * OF_ATTENTION
+    dense = tokens * (3 * 2 * active + 4 * 2 * adapters + 4 * scores)
+    assert terms["dense_s"] == pytest.approx(dense / rate)
+
+
+def test_attention_scores_add_a_quarter_for_qwen3_at_4096_tokens():
+    workload = asked("--seq", "4096").workload
+    products = 2 * TOKENS * workload.model.num_active_params / LAYERS
+    assert workload.score_flops / products == pytest.approx(0.26, abs=0.01)
+    assert asked("--seq", "2048").workload.score_flops == pytest.approx(workload.score_flops / 2, rel=1e-3)
+    assert Workload(model=qwen(), tokens_per_rank=TOKENS).score_flops == 0  # a running job does not know its sequences
+
+
+def test_a_gpu_brings_its_rate_its_memory_and_its_link():
+    for name, gpu in GPUS.items():
+        question = asked("--gpu", name.lower())
+        assert question.rates.flops_per_s == pytest.approx(0.4 * gpu.flops_per_s)
+        assert question.memory_bytes == gpu.memory_bytes
+        assert question.host_memory_bytes == 128e9
+        assert question.cluster.levels[1].link.bandwidth_bytes_per_s == gpu.link_bytes_per_s
+    several = asked("--dcs", "4x32")
+    assert several.cluster.levels[1].link.bandwidth_bytes_per_s == 400e9 / 8  # not all in one machine
+    own = asked("--memory", "64", "--tflops", "100", "--host-memory", "16", "--lan", "100gbps")
+    assert (own.memory_bytes, own.host_memory_bytes) == (64e9, 16e9)
+    assert own.rates.flops_per_s == pytest.approx(40e12)
+    assert own.cluster.levels[1].link.bandwidth_bytes_per_s == 100e9 / 8
+
+
+def test_codecs_follow_the_memory_of_a_gpu():
+    cost = CodecCost("int8", encode_bytes_per_s=3.35e11, decode_bytes_per_s=6.7e11)
+    assert codec_on(gpu_of("H100"), cost) == cost
+    assert codec_on(gpu_of("rtx 4090"), cost).encode_bytes_per_s == pytest.approx(1.008e11)
+    assert codec_on(gpu_of("L40S"), IDENTITY) == IDENTITY
