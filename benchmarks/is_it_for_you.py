@@ -33,7 +33,8 @@ PAGE = """\
 # Is it for you?
 
 What `ds_hybridep plan` predicts for GPUs with 80 GB and NVLink: 8192 tokens per GPU and micro-step, 4 micro-steps,
-checkpointed activations, bf16, a learning rate of 1e-5, 396 TFLOPS per GPU. **Nothing here was measured on GPUs.**
+checkpointed activations, sequences of 4096, bf16, a learning rate of 1e-5, 396 TFLOPS per GPU. **Nothing here was
+measured on GPUs.**
 
 ## Two datacentres
 
@@ -41,7 +42,8 @@ checkpointed activations, bf16, a learning rate of 1e-5, 396 TFLOPS per GPU. **N
 
 A cell says, for uplinks of this rate:
 
-- seconds per step; how many times as fast (x) as the faster of DeepSpeed's layouts that fit; GB per GPU;
+- seconds per step; how many times as fast (x) as the fastest that you have now and that fits: ZeRO-3 or FSDP over all
+  GPUs or inside each datacentre, DeepSpeed's expert parallelism inside each or over both; GB per GPU;
 - the plan: domain sizes, codecs, size of the expert-parallel group ([how to read it](planning.md#what-comes-out));
 - in brackets what is faster still, and how many times: pipeline stages across datacentres, or local SGD, which is not
   the same training. Neither is provided here.
@@ -50,13 +52,13 @@ A cell says, for uplinks of this rate:
 
 ## Inside one building
 
-Two machines of eight GPUs, 0.05 ms apart. How many times as fast as the faster of DeepSpeed's layouts, with codecs and
+Two machines of eight GPUs, 0.05 ms apart. How many times as fast as the fastest that you have now, with codecs and
 exact, for a network of 25 Gbit/s or 200 Gbit/s per machine:
 
 {building}
 
 So 25 Gbit/s for eight GPUs is a slow link too, and full fine-tuning gains much. Where the table says less than 1.1,
-use DeepSpeed alone. On CPUs with an unlimited link ours was up to 8% slower for a [small model](../README.md), and up
+use what you have. On CPUs with an unlimited link ours was up to 8% slower for a [small model](../README.md), and up
 to 38% for [very small layers](benchmarks.md#what-the-runtime-itself-costs). Predictions assume even routing; where
 some experts get most of the rows, [hot experts](hot-experts.md) may help: see `plan --skew`.
 
@@ -75,9 +77,9 @@ def plan_of(
     return make_plan(question.read_question(parser.parse_args([*arguments, *TRAININGS[training], *COMMON])))
 
 
-def over_deepspeed(answer: Answer) -> str:
-    """How many times as fast as the faster of DeepSpeed's layouts that fit."""
-    theirs = [way.step_s for way in answer.alternatives if way.is_by_deepspeed and not way.lacking_bytes]
+def over_now(answer: Answer) -> str:
+    """How many times as fast as the fastest that people have now and that fits."""
+    theirs = [way.step_s for way in answer.alternatives if way.is_now and way.is_possible]
     return f"{min(theirs) / answer.best.step_s:.3g}" if theirs else "does not fit"
 
 
@@ -106,7 +108,7 @@ def cell(answer: Answer) -> str:
         for way in answer.alternatives
         if not way.lacking_bytes and not way.is_provided and way.step_s < best.step_s * 0.99
     ]
-    figures = f"{best.step_s:.3g} s, {over_deepspeed(answer)} x, {best.memory.total_bytes / 1e9:.0f} GB"
+    figures = f"{best.step_s:.3g} s, {over_now(answer)} x, {best.memory.total_bytes / 1e9:.0f} GB"
     lines = [figures, best.label.replace("|", "/"), *([f"({', '.join(faster)})"] if faster else [])]
     return "<br>".join(lines)
 
@@ -115,7 +117,7 @@ def building_rows() -> Iterator[tuple[str, ...]]:
     """Cells of the table of one building, line by line."""
     for model, training in itertools.product(MODELS[:2], TRAININGS):
         cells = [
-            over_deepspeed(plan_of(model, training, 8, 1, gbps, "0.05ms", *codecs))
+            over_now(plan_of(model, training, 8, 1, gbps, "0.05ms", *codecs))
             for gbps in BUILDING
             for codecs in ((), ("--codecs", "exact"))
         ]

@@ -1,48 +1,89 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The `plan` subcommand: reads its arguments, asks the planner, prints the answer as a table or as JSON."""
+"""The `plan` subcommand: reads its arguments, asks the planner, prints the answer for people or as JSON."""
 
 import argparse
 import json
 from typing import Any
 
 from ds_hybridep.commands import question as asking
+from ds_hybridep.errors import ConfigError
 from ds_hybridep.plan.answer import Answer
+from ds_hybridep.plan.paste import ds_config_of, launch_of
 from ds_hybridep.plan.planner import make_plan
-from ds_hybridep.plan.summary import describe, ds_config_block, verdict
+from ds_hybridep.plan.summary import describe, is_for_you, verdict
+from ds_hybridep.plan.sweep import describe_sweep, sweep_json, sweep_wan
+from ds_hybridep.plan.table import bill_of, chosen_row, row_of_way, rows_of
 
-HELP = "predict step times and choose domain sizes"
+HELP = "say whether this program is for you, what it brings, and what to write"
 DESCRIPTION = """\
-Predicts the step time of every plan for a model on a cluster and says which to use, or that something else is better.
-Nothing is run and no GPU is needed. Give the cluster as --cluster or as --dcs with --wan, and the model as
---model.
+Predicts the step time of every layout of a model on a cluster, of what you have now (ZeRO-3, FSDP, DeepSpeed's expert
+parallelism) and of others, and says whether this program is for you. Ends with a ds_config to paste. Nothing is run
+and no GPU is needed. Give the cluster as --dcs with --wan or as --cluster, and the model as --model.
 """
 EXAMPLE = """\
-example:
-  ds_hybridep plan --model Qwen3-30B-A3B --dcs 2x8 --wan 10gbps --delay 10ms --tokens 16384
+examples:
+  ds_hybridep plan --model Qwen3-30B-A3B --dcs 2x8 --wan 10gbps --delay 10ms --tokens 8192 --accumulation 4 \\
+      --checkpointing
+  ds_hybridep plan --model folder/config.json --lora attention --gpu A100-80 --dcs 2x8 --wan 1gbps
 """
+DEFAULT_STEPS = 1000
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     asking.add_arguments(parser)
-    parser.add_argument("--json", action="store_true", help="print JSON")
+    add = parser.add_argument_group("answer").add_argument
+    add("--steps", type=int, default=DEFAULT_STEPS, metavar="N", help="for hours and GB; default %(default)s")
+    add("--price-per-gb", type=float, metavar="PRICE", help="of what leaves a datacentre, for money in its currency")
+    add("--sweep", choices=("wan",), help="instead: at which bandwidth between datacentres each layout begins to win")
+    add("--json", action="store_true", help="print JSON")
 
 
 def run(args: argparse.Namespace) -> int:
+    if args.steps < 1 or (args.price_per_gb or 0) < 0:
+        raise ConfigError(
+            f"--steps and --price-per-gb: got {args.steps} and {args.price_per_gb}, wanted >= 1 and >= 0"
+        )
     question = asking.read_question(args)
+    if args.sweep is not None:
+        points = sweep_wan(question)
+        print(json.dumps({"sweep": sweep_json(points)}, indent=2) if args.json else describe_sweep(question, points))
+        return 0
     answer = make_plan(question)
     if args.json:
-        print(json.dumps(answer_json(answer), indent=2))
+        print(json.dumps(answer_json(answer, args.steps, args.price_per_gb), indent=2))
         return 0
-    print(describe(answer))
-    if answer.better is None:
-        print("\nFor ds_config.json:\n" + json.dumps(ds_config_block(answer), indent=2))
+    print(describe(answer, args.steps, args.price_per_gb))
+    if is_for_you(answer):
+        print("\nds_config.json:\n" + json.dumps(ds_config_of(answer), indent=2))
+        print("\nStart it:\n" + "\n".join(f"  {line}" for line in launch_of(answer)))
+        if args.checkpointing:
+            print("Switch activation checkpointing on in your script (Trainer: gradient_checkpointing=True).")
     return 0
 
 
-def answer_json(answer: Answer) -> dict[str, Any]:
-    """The plan and the other predictions, as JSON values."""
+def answer_json(answer: Answer, steps: int = DEFAULT_STEPS, price_per_gb: float | None = None) -> dict[str, Any]:
+    """The whole answer, as JSON values."""
+    workload, now, chosen = answer.question.workload, row_of_way(answer, answer.now), chosen_row(answer)
+    model = workload.model
     return {
         **answer.to_json(),
+        "for_you": is_for_you(answer),
         "verdict": verdict(answer),
-        "ds_config": ds_config_block(answer),
+        "model": {
+            "name": model.name,
+            "parameters": model.num_params,
+            "active_parameters": model.num_active_params,
+            "trained_parameters": workload.num_train_params,
+            "autoep": model.autoep_preset,
+            "note": model.note,
+        },
+        "now": now.to_json(),
+        "chosen": chosen.to_json(),
+        "table": [row.to_json() for row in rows_of(answer)],
+        "bills": {
+            name: vars(bill_of(row, answer.question, steps, price_per_gb))
+            for name, row in (("chosen", chosen), ("now", now))
+        },
+        "ds_config": ds_config_of(answer),
+        "launch": launch_of(answer),
     }

@@ -31,10 +31,10 @@ from ds_hybridep.plan.machines import (
 )
 from ds_hybridep.plan.model_sizes import model_from_mapping
 from ds_hybridep.plan.models import model_name, read_model_file, ready_names
-from ds_hybridep.plan.plan import EXACT, CodecCosts, ExpertGroup, LevelCodecs
+from ds_hybridep.plan.plan import EXACT, RECOMMENDED, CodecCosts, ExpertGroup, LevelCodecs
 from ds_hybridep.plan.question import Question
 from ds_hybridep.plan.rates import CodecCost, Rates
-from ds_hybridep.plan.summary import GIGA, RECOMMENDED
+from ds_hybridep.plan.summary import GIGA
 from ds_hybridep.plan.workload import DTYPE_BYTES, MoEModel, Workload
 
 BITS_PER_UNIT = {

@@ -16,7 +16,7 @@ from ds_hybridep.plan.rivals import Alternative
 from ds_hybridep.plan.routing import Routing
 from ds_hybridep.plan.stream_model import StepPrediction
 
-JSON_VERSION = 2
+JSON_VERSION = 3
 TIE = 0.01  # plans this close count as equal, as no model is more exact; of these, nothing lossy and least memory win
 
 
@@ -60,9 +60,28 @@ class Answer:
         return next((one for one in self.others if not one.lacking_bytes), None)
 
     @property
+    def now(self) -> Alternative:
+        """What people have without this program: the fastest that can train this, else the one that lacks least."""
+        ways = [way for way in self.alternatives if way.is_now]
+        return min(ways, key=lambda way: (bool(way.refused), way.lacking_bytes, way.dropped > TIE, way.step_s))
+
+    @property
+    def chosen(self) -> "Candidate | Alternative":
+        """What to take of this program: its best plan, or sites that average at every step if these are faster."""
+        return self.better_as_sites or self.best
+
+    @property
+    def chosen_memory(self) -> Memory:
+        chosen = self.chosen
+        if isinstance(chosen, Candidate):
+            return chosen.memory
+        assert chosen.sites is not None, "only plans and sites are chosen"
+        return chosen.sites.memory
+
+    @property
     def better(self) -> Alternative | None:
-        """DeepSpeed's fastest way that fits and beats the best plan by more than a tie; None: use the plan."""
-        return self._fastest(way for way in self.alternatives if way.is_by_deepspeed)
+        """What people have now, if it beats the best plan by more than a tie; None: use the plan."""
+        return self._fastest(way for way in self.alternatives if way.is_now)
 
     @property
     def better_elsewhere(self) -> Alternative | None:
@@ -76,7 +95,7 @@ class Answer:
 
     def _fastest(self, ways: Iterable[Alternative]) -> Alternative | None:
         least_s = self.best.step_s * (1 - TIE)
-        faster = (way for way in ways if not way.lacking_bytes and way.step_s < least_s and way.dropped <= TIE)
+        faster = (way for way in ways if way.is_possible and way.step_s < least_s and way.dropped <= TIE)
         return min(faster, key=lambda way: way.step_s, default=None)
 
     def to_json(self) -> dict[str, Any]:

@@ -137,6 +137,7 @@ def _from_hugging_face(content: Mapping[str, Any], name: str) -> MoEModel:
             dense_ffn=dense_ffn if len(moe_layers) < layers else 0,
             vocabulary=vocabulary,
         ),
+        is_of_hub=True,
         autoep_preset=AUTOEP_PRESETS.get(kind),
         note=""
         if kind in FAMILIES

@@ -22,6 +22,7 @@ from ds_hybridep.geometry.cluster import Cluster
 from ds_hybridep.plan.rates import IDENTITY, CodecCost
 
 EXACT = "exact"
+RECOMMENDED = "recommended"  # name of a set of codecs; a block asks for the set by this name
 SummedBy = Literal["hierarchical", "deepspeed"]
 _NO_CODEC: Any = IDENTITY  # the default of priced plans
 

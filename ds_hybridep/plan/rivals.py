@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Other ways to train the same model, for comparison: DeepSpeed's, sites, and two that are only priced."""
+"""Other ways to train the same model: what people have now, sites, and two that are only priced."""
 
 from dataclasses import dataclass, replace
-from functools import partial
+from typing import Literal
 
 from ds_hybridep.geometry.cluster import Cluster
 from ds_hybridep.plan.memory import Memory, memory_of
@@ -10,21 +10,28 @@ from ds_hybridep.plan.pipeline import pipelines
 from ds_hybridep.plan.plan import CodecCosts, Plan, PricedPlan, SummedBy
 from ds_hybridep.plan.question import Question, largest_group
 from ds_hybridep.plan.routing import Routing, routing_of
+from ds_hybridep.plan.sharded import sharded
 from ds_hybridep.plan.sites import Sites, sites_of
 from ds_hybridep.plan.stream_model import StepPrediction, predict
 from ds_hybridep.plan.workload import Workload
 
 LEAST_DROPPED = 0.005  # a smaller share of rows is not worth a note
 LOCAL_STEPS = 100  # optimizer steps between two synchronisations of local SGD
-SITES_EVERY = (1, 10, 100)  # `sites.every`
+SITES_EVERY = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000)  # `sites.every`
+CARRIED = 0.1  # a link carries sites if their exchange takes at most this share of a step
+
+# The same training but for rounding; gradients lose something in codecs; another training.
+Training = Literal["exact", "lossy", "local steps"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Alternative:
     """Another way to train the same model.
 
-    sites: of one job for each child of level 0.  Without it and `layout`, it is a way of another program and is only
-    priced.
+    is_now: people have it without this program: DeepSpeed's layers, ZeRO-3, FSDP.
+    sites: of one job for each child of level 0.  A way without it and `plan` that nobody has now is only priced.
+    refused: why it cannot train this; empty: it can.
+    waits: what a rank waits for, and for how many seconds, where there is no prediction.
     """
 
     name: str
@@ -38,16 +45,21 @@ class Alternative:
     dropped: float = 0.0  # share of the rows of tokens that no expert computes, because capacity ends
     crossing_bytes: float | None = None  # over one uplink of level 0 in one direction; None: not known
     note: str = ""
-
-    @property
-    def is_by_deepspeed(self) -> bool:
-        """True if it needs only DeepSpeed, not this program."""
-        return self.plan is not None and self.plan.is_padded
+    remark: str = ""  # the same in few words, without memory
+    training: Training = "exact"
+    is_now: bool = False
+    refused: str = ""
+    waits: tuple[str, float] | None = None
 
     @property
     def is_provided(self) -> bool:
-        """True if DeepSpeed or this program can do it."""
-        return self.plan is not None or self.sites is not None
+        """True if this program, DeepSpeed or PyTorch can do it."""
+        return self.plan is not None or self.sites is not None or self.is_now
+
+    @property
+    def is_possible(self) -> bool:
+        """True if it can train this and fits."""
+        return not self.refused and not self.lacking_bytes
 
 
 def alternatives(question: Question) -> list[Alternative]:
@@ -58,7 +70,10 @@ def alternatives(question: Question) -> list[Alternative]:
     plain = without_domains(across.spans(cluster), question.dense_sync)
     strided = ", strided" if across.is_strided else ""
     deduplicated, _ = question.with_best_exchange(plain)
-    result = [
+    result = [_sharded(question, is_inside=False)]
+    if cluster.sizes[0] > 1 and len(cluster.levels) > 1:
+        result.append(_sharded(question, is_inside=True))
+    result += [
         _provided(question, f"DeepSpeed, EP over {across.ep_size}{strided}", _by_deepspeed(plain)),
         _provided(question, f"EP over {across.ep_size}{strided}, exchange de-duplicated", deduplicated),
     ]
@@ -68,63 +83,43 @@ def alternatives(question: Question) -> list[Alternative]:
         exact, _ = question.with_best_exchange(parallel)
         result.append(_provided(question, f"DeepSpeed, {name}", _by_deepspeed(parallel)))
         result.append(_provided(question, f"{name}, exact", exact))
-    # One child of level 0 alone, with all layers, the de-duplicated exchange and exact sums level by level.
-    alone = Cluster(cluster.levels[1:] or (replace(cluster.levels[0], size=1),))
-    plan = without_domains(inside.spans(cluster)[-len(alone.levels) :], question.dense_sync)
-    whole = predict(alone, plan, question.workload, question.rates)
-    stages, workload = cluster.sizes[0], question.workload
-    result += _as_sites(question, alone, plan, whole)
-    if workload.model.num_moe_layers >= stages:  # the fastest pipeline, if possible one that fits
-        found = pipelines(cluster, plan, workload, question.rates, whole=whole)
-        best = min(found, key=lambda one: (question.lacking_bytes(one.memory) > 0, one.step_s))
-        name = f"pipeline stages across each {cluster.levels[0].name}, EP inside"
-        shape = f"{stages * workload.micro_steps} micro-batches, bubble {best.bubble_s:.3g} s"
-        result.append(
-            _elsewhere(question, name, best.step_s, best.memory, note=shape, crossing_bytes=best.border_bytes)
+    if cluster.sizes[0] == 1:
+        return result
+    return [*result, *_as_sites(question), *_pipeline(question), _local_sgd(question)]
+
+
+# ---- what people have now ----
+
+
+def _sharded(question: Question, *, is_inside: bool) -> Alternative:
+    """With the largest micro-batches that fit; a step has the same tokens."""
+    cluster, workload, parts = question.cluster, question.workload, 1
+    found = sharded(cluster, workload, question.rates, is_inside=is_inside)
+    while question.lacking_bytes(found.memory) and workload.tokens_per_rank // (2 * parts) >= _least_tokens(workload):
+        parts *= 2
+        smaller = replace(
+            workload, tokens_per_rank=workload.tokens_per_rank // parts, micro_steps=workload.micro_steps * parts
         )
-    # Local SGD: each child trains by itself, and parameters are averaged every `LOCAL_STEPS` steps.
-    terms = question.predict(without_domains(inside.spans(cluster), question.dense_sync)).terms_s
-    local_s = whole.step_s + (terms["dense_sync_s"] + terms["expert_sync_s"]) / LOCAL_STEPS
-    memory, name = memory_of(alone, plan, workload), f"local SGD, averaged every {LOCAL_STEPS} steps"
-    return [*result, _elsewhere(question, name, local_s, memory, note="not the same training: loss may differ")]
+        found = sharded(cluster, smaller, question.rates, is_inside=is_inside)
+    lacking, outer = question.lacking_bytes(found.memory), cluster.levels[0].name
+    remark = f"micro-batches of {workload.tokens_per_rank // parts} tokens" if parts > 1 else ""
+    where = f"inside each {outer}, gradients across" if is_inside else f"over all {cluster.num_ranks} ranks"
+    return Alternative(
+        name=f"ZeRO-3 or FSDP {where}",
+        step_s=found.step_s,
+        memory_bytes=found.memory.total_bytes,
+        lacking_bytes=lacking,
+        crossing_bytes=found.link_bytes,
+        note="; ".join([lacking_note(lacking)] * (lacking > 0) + [remark] * (parts > 1)),
+        remark=remark,
+        is_now=True,
+        waits=("parameters and gradients", found.wait_s),
+    )
 
 
-def _as_sites(question: Question, alone: Cluster, inside: PricedPlan, whole: StepPrediction) -> list[Alternative]:
-    """One job for each child of level 0, if these are more than single ranks; see docs/sites.md."""
-    cluster, workload, found = question.cluster, question.workload, []
-    if len(cluster.levels) == 1 or cluster.sizes[0] == 1 or workload.offloads_optimizer:  # refused with it
-        return []
-    codecs = next((one for one in question.codecs if one.is_lossy), question.codecs[0])
-    for every in SITES_EVERY if workload.zero_stage else SITES_EVERY[:1]:
-        price = partial(
-            sites_of, cluster, alone, workload=workload, rates=question.rates, codecs=codecs, whole=whole, every=every
-        )
-        one, state = price(inside), ""
-        if (lacking := question.lacking_bytes(one.memory)) > 0:
-            on_host = price(replace(inside, state="host"))
-            if (lacking_there := question.lacking_bytes(on_host.memory)) < lacking:
-                one, lacking, state = on_host, lacking_there, ", host state"
-        found.append(
-            Alternative(
-                name=f"sites, H = {every}{state}",
-                step_s=one.step_s,
-                memory_bytes=one.memory.total_bytes,
-                lacking_bytes=lacking,
-                sites=one,
-                crossing_bytes=one.uplink_bytes,
-                note=f"{lacking_note(lacking) + '; ' if lacking else ''}{_why(one, cluster, inside, codecs)}",
-            )
-        )
-    return found
-
-
-def _why(sites: Sites, cluster: Cluster, inside: PricedPlan, codecs: CodecCosts) -> str:
-    """What these sites are, and what of their step the exchange takes."""
-    coded = "encoded" if codecs.is_lossy else "exact"
-    hidden = f", {sites.hidden_s:.3g} s more are hidden" if sites.hidden_s else ""
-    text = f"a job in each {cluster.levels[0].name}, EP over {inside.group_size} inside; exchange, {coded}: "
-    text += f"{sites.exchange_s:.3g} s of the step{hidden}"
-    return text if sites.every == 1 else f"{text}; not the same training: loss may differ"
+def _least_tokens(workload: Workload) -> int:
+    """One sequence."""
+    return max(workload.sequence_tokens, 1)
 
 
 def without_domains(spans: tuple[int, ...], dense_sync: SummedBy = "hierarchical") -> PricedPlan:
@@ -143,10 +138,16 @@ def _provided(question: Question, name: str, plan: PricedPlan) -> Alternative:
     memory, lacking = question.memory(plan)
     routing = routing_of(plan, question.workload)
     dropped = dropped_share(routing, question.workload) if plan.is_padded else 0.0
-    notes = [f"drops {dropped:.0%} of the rows"] if dropped > LEAST_DROPPED else []
-    notes += [lacking_note(lacking)] if lacking else []
+    has_adapters = question.workload.model.num_adapter_params > 0
+    refused = "DeepSpeed alone does not train these adapters" if plan.is_padded and has_adapters else ""
+    remarks = [refused] if refused else []
+    remarks += [f"drops {dropped:.0%} of the rows"] if dropped > LEAST_DROPPED else []
+    notes = [*remarks, *([lacking_note(lacking)] if lacking else [])]
     return Alternative(
         name=name,
+        is_now=plan.is_padded,
+        refused=refused,
+        remark="; ".join(remarks),
         load=None if plan.is_padded else routing.load_after,
         dropped=dropped,
         step_s=prediction.step_s,
@@ -170,16 +171,118 @@ def lacking_note(num_bytes: float) -> str:
     return f"needs {num_bytes / 1e9:.1f} GB more memory than there is"
 
 
-def _elsewhere(
-    question: Question, name: str, step_s: float, memory: Memory, *, note: str, crossing_bytes: float | None = None
-) -> Alternative:
+# ---- sites ----
+
+
+def _as_sites(question: Question) -> list[Alternative]:
+    """One job for each child of level 0, with gradients at every step, and with the least H that the link carries."""
+    cluster, workload = question.cluster, question.workload
+    # Refused: sites of single ranks, and an optimizer on the host.
+    if len(cluster.levels) == 1 or workload.offloads_optimizer:
+        return []
+    first = sites_at(question, 1)
+    if _is_carried(first) or not workload.zero_stage:  # local steps need partitions
+        return [first]
+    others = [sites_at(question, every) for every in SITES_EVERY[1:]]
+    return [first, next((one for one in others if _is_carried(one)), others[-1])]
+
+
+def _is_carried(way: Alternative) -> bool:
+    assert way.sites is not None
+    return way.sites.exchange_s <= CARRIED * way.step_s
+
+
+def sites_at(question: Question, every: int) -> Alternative:
+    """Sites with this `every`, their state on the host if it does not fit otherwise; see docs/sites.md."""
+    cluster, workload = question.cluster, question.workload
+    codecs = next((one for one in question.codecs if one.is_lossy), question.codecs[0])
+    alone, inside = _one_child(question)
+    whole = predict(alone, inside, workload, question.rates)
+
+    def price(plan: PricedPlan) -> tuple[Sites, float]:
+        one = sites_of(cluster, alone, plan, workload, rates=question.rates, codecs=codecs, whole=whole, every=every)
+        return one, question.lacking_bytes(one.memory)
+
+    (one, lacking), state = price(inside), ""
+    if lacking and (on_host := price(replace(inside, state="host")))[1] < lacking:
+        (one, lacking), state = on_host, ", host state"
+    return Alternative(
+        name=f"sites, H = {every}{state}",
+        step_s=one.step_s,
+        memory_bytes=one.memory.total_bytes,
+        lacking_bytes=lacking,
+        sites=one,
+        crossing_bytes=one.uplink_bytes,
+        note=f"{lacking_note(lacking) + '; ' if lacking else ''}{_why(one, cluster, inside, codecs)}",
+        training="local steps" if every > 1 else "lossy" if codecs.is_lossy else "exact",
+        waits=("the exchange of sites", one.exchange_s),
+    )
+
+
+def _one_child(question: Question) -> tuple[Cluster, PricedPlan]:
+    """One child of level 0 alone, and its plan: the de-duplicated exchange and exact sums level by level."""
+    cluster = question.cluster
+    inside = largest_group(cluster, question.workload.model.num_experts, cluster.num_ranks // cluster.sizes[0])
+    alone = Cluster(cluster.levels[1:] or (replace(cluster.levels[0], size=1),))
+    return alone, without_domains(inside.spans(cluster)[-len(alone.levels) :], question.dense_sync)
+
+
+def _why(sites: Sites, cluster: Cluster, inside: PricedPlan, codecs: CodecCosts) -> str:
+    """What these sites are, and what of their step the exchange takes."""
+    coded = "encoded" if codecs.is_lossy else "exact"
+    hidden = f", {sites.hidden_s:.3g} s more are hidden" if sites.hidden_s else ""
+    text = f"a job in each {cluster.levels[0].name}, EP over {inside.group_size} inside; exchange, {coded}: "
+    text += f"{sites.exchange_s:.3g} s of the step{hidden}"
+    return text if sites.every == 1 else f"{text}; not the same training: loss may differ"
+
+
+# ---- ways of other programs ----
+
+
+def _pipeline(question: Question) -> list[Alternative]:
+    """The fastest pipeline with a stage in each child of level 0, if possible one that fits."""
+    cluster, workload, stages = question.cluster, question.workload, question.cluster.sizes[0]
+    if workload.model.num_moe_layers < stages:
+        return []
+    alone, plan = _one_child(question)
+    whole = predict(alone, plan, workload, question.rates)
+    found = pipelines(cluster, plan, workload, question.rates, whole=whole)
+    best = min(found, key=lambda one: (question.lacking_bytes(one.memory) > 0, one.step_s))
+    way = Alternative(
+        name=f"pipeline stages across each {cluster.levels[0].name}, EP inside",
+        step_s=best.step_s,
+        memory_bytes=best.memory.total_bytes,
+        crossing_bytes=best.border_bytes,
+        note=f"{stages * workload.micro_steps} micro-batches, bubble {best.bubble_s:.3g} s",
+        waits=("other stages", best.bubble_s),
+    )
+    return [_elsewhere(question, way, best.memory)]
+
+
+def _local_sgd(question: Question) -> Alternative:
+    """Each child of level 0 trains by itself, and parameters are averaged every `LOCAL_STEPS` steps."""
+    cluster, workload = question.cluster, question.workload
+    alone, plan = _one_child(question)
+    whole = predict(alone, plan, workload, question.rates)
+    inside = largest_group(cluster, workload.model.num_experts, cluster.num_ranks // cluster.sizes[0])
+    averaged = question.predict(without_domains(inside.spans(cluster), question.dense_sync))
+    average_s = (averaged.terms_s["dense_sync_s"] + averaged.terms_s["expert_sync_s"]) / LOCAL_STEPS
+    memory = memory_of(alone, plan, workload)
+    way = Alternative(
+        name=f"local SGD, averaged every {LOCAL_STEPS} steps",
+        step_s=whole.step_s + average_s,
+        memory_bytes=memory.total_bytes,
+        crossing_bytes=averaged.level_bytes(0) / LOCAL_STEPS,
+        note="not the same training: loss may differ",
+        training="local steps",
+        waits=("averages", average_s),
+    )
+    return _elsewhere(question, way, memory)
+
+
+def _elsewhere(question: Question, way: Alternative, memory: Memory) -> Alternative:
     """A way that this program does not provide."""
     lacking = question.lacking_bytes(memory)
-    return Alternative(
-        name=name,
-        step_s=step_s,
-        memory_bytes=memory.total_bytes,
-        lacking_bytes=lacking,
-        crossing_bytes=crossing_bytes,
-        note=f"{lacking_note(lacking) + '; ' if lacking else ''}not provided here; {note}",
-    )
+    notes = [lacking_note(lacking)] if lacking else []
+    notes += ["not provided here", way.note]
+    return replace(way, lacking_bytes=lacking, note="; ".join(notes), remark="not provided here")

@@ -29,10 +29,11 @@ class Sites:
     """One step of sites.
 
     exchange_s: seconds of the step for the exchange that are not hidden.  hidden_s: seconds that are.
-    uplink_bytes: bytes over one uplink of level 0 in one direction.
+    uplink_bytes: bytes over one uplink of level 0 in one direction.  ep_size: of the expert-parallel group in a site.
     """
 
     every: int
+    ep_size: int
     step_s: float
     exchange_s: float
     hidden_s: float
@@ -73,6 +74,7 @@ def sites_of(
     memory = memory_of(alone, inside, workload)
     return Sites(
         every=every,
+        ep_size=inside.group_size,
         step_s=whole.step_s + exchange_s,
         exchange_s=exchange_s,
         hidden_s=hidden_s,

@@ -1,20 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a plan means, in words, tables and settings for people; the JSON for programs is in `answer`."""
+"""The answer in words and tables for people; what to paste is in `paste`, the JSON for programs in `answer`."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 from ds_hybridep.geometry.cluster import BITS_PER_BYTE, MS_PER_S, Level, known_or_assumed_bandwidths
-from ds_hybridep.plan.answer import Answer, Candidate
+from ds_hybridep.plan.answer import TIE, Answer, Candidate
 from ds_hybridep.plan.memory import Memory
-from ds_hybridep.plan.plan import EXACT, PricedPlan
+from ds_hybridep.plan.plan import EXACT
 from ds_hybridep.plan.question import Question
-from ds_hybridep.plan.rivals import Alternative
+from ds_hybridep.plan.rivals import Alternative, lacking_note
+from ds_hybridep.plan.table import LEAST_WAIT, Row, bill_of, chosen_row, row_of_plan, row_of_way, rows_of
+from ds_hybridep.plan.workload import Workload
 
 GIGA = 1e9
-MAX_ROWS = 8  # rows of a table for plans that lost
-RECOMMENDED = "recommended"  # name of a set of codecs; a block asks for the set by this name
+MOST_WAIT = 0.8  # share of a step; who waits longer should not train like this
+MOST_LACKING = 0.75  # of a GPU's memory: the next larger GPU has it
+MUCH_FASTER = 1.5  # times, which is worth more memory
+LEAST_GAIN = 1.1  # times as fast as what people have now; less is not worth the change
 
 
 def level_settings(level: Level) -> dict[str, Any]:
@@ -30,63 +33,96 @@ def level_settings(level: Level) -> dict[str, Any]:
     return {"name": level.name, "size": level.size, **numbers, **several, **control}
 
 
-def ds_config_block(answer: Answer) -> dict[str, Any]:
-    """Settings to paste into ds_config.json: the "hybridep" block, and other settings that the plan needs there."""
-    plan, levels = answer.best.plan, []
-    for level, domain_size, hot, codecs in zip(
-        answer.question.cluster.levels, plan.domain_sizes, plan.hot_by_level, plan.codecs, strict=True
-    ):
-        entry = level_settings(level)
-        entry["domain_size"] = domain_size
-        if hot:
-            entry["hot_experts"] = hot
-        if codecs.name == RECOMMENDED:
-            entry["codecs"] = RECOMMENDED
-        levels.append(entry)
-    block: dict[str, Any] = {"levels": levels}
-    if plan.state == "host":
-        block["state"] = "host"
-    if sum(count > 1 for count in plan.domain_counts) > 1:
-        block["token_exchange"] = plan.token_exchange
-    if plan.dense_sync == "deepspeed":
-        block["dense_sync"] = "deepspeed"
-    settings: dict[str, Any] = {"hybridep": block}
-    if answer.best.group.is_strided:
-        settings["use_data_before_expert_parallelism"] = True
-    return settings
+def is_for_you(answer: Answer) -> bool:
+    """True if this program trains the model, and clearly faster than what people have now."""
+    now = answer.now
+    is_faster = not now.is_possible or now.step_s >= LEAST_GAIN * answer.chosen.step_s
+    return is_faster and not _lacks_autoep(answer) and not _only_waits(answer)
+
+
+def _only_waits(answer: Answer) -> bool:
+    """True if nothing that people have fits, and ours fits but waits nearly all the time."""
+    chosen = chosen_row(answer)
+    return not answer.now.is_possible and chosen.wait_s > MOST_WAIT * chosen.step_s
+
+
+def _lacks_autoep(answer: Answer) -> bool:
+    model = answer.question.workload.model
+    return model.is_of_hub and model.autoep_preset is None
 
 
 def verdict(answer: Answer) -> list[str]:
-    """One or more sentences: use it, use it without domains, or do not use it, and why."""
-    best, better = answer.best, answer.better
-    if better is not None:
-        lines = [
-            f"Do not use it: {better.name} takes {_seconds(better.step_s)}, this program's best plan "
-            f"{_seconds(best.step_s)} ({best.step_s / better.step_s:.2f} times as long)."
+    """Sentences: whether it is for you, and why; then what to know."""
+    if is_for_you(answer):
+        advice = _advice_on_groups(answer) if isinstance(answer.chosen, Candidate) else []
+        return [f"For you: {_describe_chosen(answer)}, {_beside_now(answer)}", *_notes(answer), *advice]
+    if _lacks_autoep(answer):
+        return [
+            "Not for you, because DeepSpeed's AutoEP has no preset for models of this kind. The table says what this "
+            "program would bring to the same sizes with layers of deepspeed.moe.layer."
         ]
-    elif best.plan.domain_size == 1:
-        hot = "hot experts, " if best.plan.num_hot else ""
-        lines = [
-            f"Domains do not pay here: leave every domain_size at 1 ({_seconds(best.step_s)}). What the block then "
-            f"brings is the de-duplicated exchange without padding, {hot}and sums level by level"
-            f"{_encoded_over(answer)}."
-        ]
+    if _only_waits(answer):
+        because = "it would hardly compute"
+    elif answer.now.step_s <= answer.chosen.step_s * (1 + TIE):
+        because = "what you have now is as fast"
     else:
-        sizes = list(best.plan.domain_sizes)
-        encoded = _encoded_over(answer)
-        lines = [f"Use domain sizes {sizes}{encoded}: {_seconds(best.step_s)}, {best.reason}."]
-    if (as_sites := answer.better_as_sites) is not None:
+        because = "it gains little"
+    return [f"Not for you, because {because}: {_describe_chosen(answer)}, {_beside_now(answer)}", *_notes(answer)]
+
+
+def _beside_now(answer: Answer) -> str:
+    """Seconds of a step, beside those of what people have now."""
+    now, step_s = answer.now, answer.chosen.step_s
+    if not now.is_possible:
+        return f"{_seconds(step_s)}. Nothing that you have now can do it: {now.name} {_why_not(now)}."
+    ratio = now.step_s / step_s
+    return f"{_seconds(step_s)} instead of {_seconds(now.step_s)} with {now.name}: {ratio:.3g} times as fast."
+
+
+def _why_not(way: Alternative) -> str:
+    return way.refused or lacking_note(way.lacking_bytes)
+
+
+def _describe_chosen(answer: Answer) -> str:
+    """What to take, in words."""
+    chosen, outer = answer.chosen, answer.question.cluster.levels[0].name
+    if not isinstance(chosen, Candidate):
+        return f"one job in each {outer} ({chosen.name})"
+    if chosen.plan.domain_size == 1:
+        hot = "hot experts, " if chosen.plan.num_hot else ""
+        what = f"every expert stays where it is (all domain_size 1), {hot}each row is sent once, sums level by level"
+        return f"one job in which {what}{_encoded_over(answer)}"
+    return f"one job with domain sizes {list(chosen.plan.domain_sizes)}{_encoded_over(answer)}"
+
+
+def _notes(answer: Answer) -> list[str]:
+    """What a reader should know before taking the chosen way."""
+    chosen, lines = chosen_row(answer), []
+    if chosen.training == "lossy":
+        lines.append("Lossy: gradients that cross the slow link are approximated, and what is lost is sent later.")
+    if chosen.wait_s > chosen.step_s / 2:
         lines.append(
-            f"One job for each {answer.question.cluster.levels[0].name} is faster: {as_sites.name}, "
-            f"{_seconds(as_sites.step_s)}, {best.step_s / as_sites.step_s:.3g} times as fast ({as_sites.note})."
+            f"It waits {chosen.wait_s:.3g} of {chosen.step_s:.3g} s, for {chosen.waits_for} most: the link decides. "
+            f"More tokens for each step (--accumulation) or more bandwidth (--sweep wan) help; faster GPUs do not."
+        )
+    if (larger := _with_more_memory(answer)) is not None:
+        lines.append(
+            f"With {larger.lacking_bytes / GIGA:.3g} GB more on each GPU: {larger.name}, {_seconds(larger.step_s)}; "
+            f"fewer --tokens or a larger --gpu make room."
+        )
+    others = [way for way in answer.alternatives if way.is_possible and way is not answer.chosen]
+    steps = [way for way in others if way.sites is not None and way.sites.every > 1]
+    if steps and steps[0].step_s * LEAST_GAIN < chosen.step_s:
+        lines.append(
+            f"If local steps, which are another training, are fine: {steps[0].name}, {_seconds(steps[0].step_s)}."
         )
     elsewhere = answer.better_elsewhere
     if elsewhere is not None:
         lines.append(
-            f"Do not use it where you can have this: {elsewhere.name}, {_seconds(elsewhere.step_s)}, "
-            f"{best.step_s / elsewhere.step_s:.3g} times as fast ({elsewhere.note})."
+            f"Faster where you can have it: {elsewhere.name}, {_seconds(elsewhere.step_s)}, "
+            f"{chosen.step_s / elsewhere.step_s:.3g} times as fast ({elsewhere.note})."
         )
-    return lines if better is not None else lines + _advice_on_groups(answer)
+    return lines
 
 
 def _encoded_over(answer: Answer) -> str:
@@ -109,10 +145,10 @@ def _advice_on_groups(answer: Answer) -> list[str]:
         )
     if group.is_strided:
         lines.append(
-            f"Give the MoE layers ep_size={group.ep_size} and set use_data_before_expert_parallelism, so that each "
-            f"group has ranks at equal distances over every {outermost.name}."
+            f"The expert-parallel group has {group.ep_size} ranks at equal distances over every {outermost.name}; "
+            f"use_data_before_expert_parallelism makes it so."
         )
-    else:
+    elif not question.workload.model.is_of_hub:
         lines.append(f"Give the MoE layers ep_size={group.ep_size}; groups are neighbouring ranks.")
     if outermost.size > 1 and plan.spans[0] == 1:
         lines.append(
@@ -122,19 +158,65 @@ def _advice_on_groups(answer: Answer) -> list[str]:
     return lines
 
 
-def describe(answer: Answer) -> str:
-    """The whole answer as text."""
-    terms = answer.best.prediction.terms_s
-    shown = [f"{name.removesuffix('_s')} {seconds:.4g}" for name, seconds in terms.items() if seconds > 0]
+def describe(answer: Answer, steps: int, price_per_gb: float | None = None) -> str:
+    """The whole answer as text, without settings to paste: verdict, question, table, memory, hours and money."""
     sections = [
-        _describe_question(answer.question),
-        _plan_table(answer),
-        f"Seconds of {answer.best.label}: {', '.join(shown)}",
-        f"GB per GPU: {_describe_memory(answer.best.memory)}",
-        *_describe_hot(answer),
         "\n".join(verdict(answer)),
+        _describe_question(answer.question),
+        _table(answer),
+        f"GB per GPU of {chosen_row(answer).name}: {_describe_memory(answer.chosen_memory)}",
+        *_describe_hot(answer),
+        _describe_bills(answer, steps, price_per_gb),
     ]
     return "\n\n".join(sections)
+
+
+def _table(answer: Answer) -> str:
+    outer = answer.question.cluster.levels[0].name
+    is_uneven = answer.best.routing.weights is not None
+    header = ["", "", "s/step", "tokens/s", "GB/GPU", f"GB/step, {outer} link", "", "waits for", ""]
+    rows = [_cells(row) for row in rows_of(answer)]
+    if is_uneven:
+        header.append("max/mean")
+        loads = ["" if row.load is None else f"{row.load:.2f}" for row in rows_of(answer)]
+        rows = [[*cells, load] for cells, load in zip(rows, loads, strict=True)]
+    text = aligned([header, *rows], left=(0, 1, 6, 7, 8))
+    if answer.others:
+        text += f"\n{len(answer.others) + 1} plans were priced; --json has them all."
+    return text
+
+
+def _cells(row: Row) -> list[str]:
+    share = row.wait_s / row.step_s
+    waits = f"{row.waits_for}, {share:.0%}" if share >= LEAST_WAIT else "next to nothing"
+    notes = [f"lacks {row.lacking_bytes / GIGA:.3g} GB"] if row.lacking_bytes else []
+    notes += [row.remark] if row.remark else []
+    return [
+        "->" if row.is_chosen else "",
+        row.name,
+        f"{row.step_s:.4g}",
+        f"{row.tokens_per_s:.0f}",
+        f"{row.memory_bytes / GIGA:.1f}",
+        "" if row.link_bytes is None else f"{row.link_bytes / GIGA:.4g}",
+        row.training,
+        waits,
+        "; ".join(notes),
+    ]
+
+
+def _describe_bills(answer: Answer, steps: int, price_per_gb: float | None) -> str:
+    """Hours and GB of some steps, for the chosen way and for what people have now."""
+    now = row_of_way(answer, answer.now)
+    lines = []
+    for what, row in (("this program", chosen_row(answer)), ("now", now)):
+        if row.kind == "now" and not answer.now.is_possible:
+            continue
+        bill = bill_of(row, answer.question, steps, price_per_gb)
+        text = f"{steps} steps, {what}: {bill.hours:.3g} hours of {answer.question.cluster.num_ranks} GPUs"
+        if bill.link_gb is not None:
+            text += f", {bill.link_gb:,.0f} GB out of all {answer.question.cluster.levels[0].name}s together"
+        lines.append(text if bill.price is None else f"{text}: {bill.price:,.2f} at {price_per_gb:g} a GB")
+    return "\n".join(lines)
 
 
 def _describe_hot(answer: Answer) -> list[str]:
@@ -174,6 +256,7 @@ def _describe_question(question: Question) -> str:
         links.append(text)
     details = [
         f"{workload.tokens_per_rank} tokens per GPU and micro-step",
+        *([f"sequences of {workload.sequence_tokens}"] if workload.sequence_tokens else []),
         f"{workload.micro_steps} micro-step{'s' if workload.micro_steps > 1 else ''}",
         f"{workload.param_bytes} B per parameter",
         f"ZeRO-{workload.zero_stage}",
@@ -188,61 +271,19 @@ def _describe_question(question: Question) -> str:
         details.append("activation checkpointing")
     if workload.has_fused_loss:
         details.append("a fused loss")
-    if workload.trainable_expert_shapes is not None:
-        details.append(f"{workload.expert_travel_params} trained parameters per expert")
     sizes = (
-        f"{model.name}: {model.num_params / GIGA:.1f} B parameters; {model.num_moe_layers} MoE layers of "
-        f"{model.num_experts} experts of {model.expert_params * workload.param_bytes / 1e6:.1f} MB, top-{model.top_k}"
+        f"{model.name}: {model.num_params / GIGA:.1f} B parameters, {model.num_active_params / GIGA:.1f} B for "
+        f"each token, {_trained(workload)}; {model.num_moe_layers} MoE layers of {model.num_experts} experts of "
+        f"{model.expert_params * workload.param_bytes / 1e6:.1f} MB, top-{model.top_k}"
     )
-    return "\n".join([sizes, "; ".join(links), ", ".join(details)])
+    notes = [f"Note: {model.note}."] if model.note else []
+    return "\n".join([sizes, *notes, "; ".join(links), ", ".join(details)])
 
 
-def _plan_table(answer: Answer) -> str:
-    is_uneven = answer.best.routing.weights is not None
-    load = ("max/mean",) if is_uneven else ()
-    header = ("", "plan", "s/step", f"GB/step, {answer.question.cluster.levels[0].name} uplink", "GB/GPU", *load, "")
-    shown = _best_counts(answer)[:MAX_ROWS]
-    # Data parallelism over the slow link is always shown, because most jobs use it.
-    inside = next((one for one in (answer.best, *answer.others) if one.plan.spans[0] == 1), None)
-    if inside is not None and inside not in (answer.best, *shown):
-        shown = (*shown, inside)
-    rows = [_candidate_row(answer.best, "->"), *(_candidate_row(candidate, "") for candidate in shown)]
-    hidden = len(answer.others) - len(shown)
-    if hidden > 0:
-        rows.append(("", f"... {hidden} more, see --json", *[""] * (len(header) - 2)))
-    rows += [_alternative_row(way, is_uneven) for way in answer.alternatives]
-    return aligned([header, *rows], left=(0, 1, len(header) - 1))
-
-
-def _best_counts(answer: Answer) -> tuple[Candidate, ...]:
-    """The plans that lost, each with the best number of hot experts; and the best plan without them."""
-    seen: set[PricedPlan] = set()
-    shown = []
-    for one in (answer.best, *answer.others):
-        plain = replace(one.plan, hot=None, token_exchange="direct")
-        is_plain_best = one.plan.hot is None and replace(answer.best.plan, hot=None, token_exchange="direct") == plain
-        if one is not answer.best and (plain not in seen or is_plain_best):
-            shown.append(one)
-        seen.add(plain)
-    return tuple(shown)
-
-
-def _candidate_row(candidate: Candidate, mark: str) -> tuple[str, ...]:
-    return (
-        mark,
-        candidate.label,
-        f"{candidate.step_s:.4g}",
-        f"{candidate.prediction.level_bytes(0) / GIGA:.4g}",
-        f"{candidate.memory.total_bytes / GIGA:.1f}",
-        *([] if candidate.routing.weights is None else [f"{candidate.routing.load_after:.2f}"]),
-        candidate.reason,
-    )
-
-
-def _alternative_row(way: Alternative, is_uneven: bool) -> tuple[str, ...]:
-    load = [f"{way.load:.2f}" if way.load else ""] if is_uneven else []
-    crossing = "" if way.crossing_bytes is None else f"{way.crossing_bytes / GIGA:.4g}"
-    return ("", way.name, f"{way.step_s:.4g}", crossing, f"{way.memory_bytes / GIGA:.1f}", *load, way.note)
+def _trained(workload: Workload) -> str:
+    if workload.num_train_params >= workload.model.num_params:
+        return "all trained"
+    return f"{workload.num_train_params / GIGA:.3g} B of adapters trained"
 
 
 def aligned(rows: Sequence[Sequence[str]], left: Sequence[int] = (0,)) -> str:
@@ -255,6 +296,16 @@ def aligned(rows: Sequence[Sequence[str]], left: Sequence[int] = (0,)) -> str:
         ).rstrip()
         for row in rows
     )
+
+
+def _with_more_memory(answer: Answer) -> Row | None:
+    """The fastest of ours that lacks some memory, if it is the same training and much faster than what fits."""
+    limit = (answer.question.memory_bytes or 0.0) * MOST_LACKING
+    plans = [row_of_plan(answer, one) for one in answer.others if one.lacking_bytes]
+    ways = [row_of_way(answer, way) for way in answer.alternatives if way.sites is not None and way.lacking_bytes]
+    rows = [row for row in (*plans, *ways) if row.training != "local steps" and row.lacking_bytes <= limit]
+    best = min(rows, key=lambda row: row.step_s, default=None)
+    return best if best is not None and MUCH_FASTER * best.step_s < answer.chosen.step_s else None
 
 
 def _seconds(value: float) -> str:

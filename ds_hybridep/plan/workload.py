@@ -77,7 +77,8 @@ class MoEModel:
     num_adapter_params: parameters of adapters, which the shapes contain; see `adapters`.
     stacks_experts: True if one parameter holds the same tensor of all experts of a rank.
     known_widths: None: `widths` guesses them from the other fields.
-    autoep_preset: name of DeepSpeed's AutoEP for this kind of model; None: AutoEP does not train it.
+    is_of_hub: a Hugging Face model, which needs DeepSpeed's AutoEP; else it has MoE layers of its own.
+    autoep_preset: AutoEP's name for this kind of model; None: AutoEP does not train it.
     note: what a reader of the answer should know about these sizes.
     """
 
@@ -94,6 +95,7 @@ class MoEModel:
     num_adapter_params: int = 0
     stacks_experts: bool = False
     known_widths: Widths | None = None
+    is_of_hub: bool = False
     autoep_preset: str | None = None
     note: str = ""
 
@@ -209,6 +211,12 @@ class Workload:
     def expert_travel_bytes(self) -> int:
         """Bytes of one expert's weights, or of its gradients, uncompressed: both travel in the parameter's type."""
         return self.expert_travel_params * self.param_bytes
+
+    @property
+    def num_train_params(self) -> int:
+        """Trained parameters of the whole model."""
+        model = self.model
+        return self.dense_train_params + model.num_moe_layers * model.num_experts * self.expert_travel_params
 
     @cached_property
     def dense_train_params(self) -> int:

@@ -24,13 +24,19 @@ def run(capsys, *arguments):
 
 
 def test_a_table_with_the_plan_its_rivals_and_a_block_to_paste(capsys):
-    code, out, _ = run(capsys, *EXACT, "--delay", "10ms")
+    code, out, _ = run(capsys, *QWEN, "--delay", "10ms")
     assert code == 0
-    assert "Qwen3-30B-A3B: 30.5 B parameters; 48 MoE layers of 128 experts of 9.4 MB, top-8" in out
-    assert "->  [2,1] ep 16" in out
+    assert (
+        "Qwen3-30B-A3B: 30.5 B parameters, 3.0 B for each token, all trained; 48 MoE layers of 128 experts of" in out
+    )
+    assert "    this program, exact: [2," in out
+    assert "->  this program, encoded: [2,4] recommended|exact ep 16" in out
+    assert "    ZeRO-3 or FSDP inside each dc, gradients across" in out
     assert "DeepSpeed, EP over 8 inside each dc, data parallel across" in out
-    assert "Use domain sizes [2, 1]" in out
-    assert "Do not use it where you can have this: " in out
+    assert out.startswith("For you: one job with domain sizes [2, 4], encoded over dc, ")
+    assert "Lossy: gradients that cross the slow link are approximated" in out
+    assert "1000 steps, this program: " in out
+    assert "deepspeed --hostfile hosts train.py --deepspeed_config ds_config.json" in out
     assert '"bandwidth_gbps": 10.0' in out
 
 
@@ -48,7 +54,35 @@ def test_json_holds_plan_rivals_and_verdict(capsys):
     assert code == 0
     assert answer["plan"]["domain_sizes"] == [2, 1]
     assert sum(answer["plan"]["terms_s"].values()) == pytest.approx(answer["plan"]["step_s"])
-    assert [way["provided"] for way in answer["alternatives"]] == 7 * [True] + 2 * [False]
+    assert [way["provided"] for way in answer["alternatives"]] == 8 * [True] + 2 * [False]
+
+
+def test_json_says_what_the_model_is_what_one_has_now_and_what_it_costs(capsys):
+    _, out, _ = run(capsys, *EXACT, "--steps", "500", "--price-per-gb", "0.1", "--json")
+    answer = json.loads(out)
+    model = answer["model"]
+    assert model["parameters"] == model["trained_parameters"] == 30_532_122_624
+    assert model["active_parameters"] == pytest.approx(3.04e9, rel=0.01)
+    assert model["autoep"] == "qwen3_moe"
+    now, chosen, bill = answer["now"], answer["chosen"], answer["bills"]["chosen"]
+    assert now["kind"] == "now"
+    assert now["step_s"] == min(row["step_s"] for row in answer["table"] if row["kind"] == "now")
+    assert chosen["tokens_per_s"] == pytest.approx(16 * 16384 / chosen["step_s"])
+    assert bill["hours"] == pytest.approx(500 * chosen["step_s"] / 3600)
+    assert bill["link_gb"] == pytest.approx(500 * 2 * chosen["link_bytes"] / 1e9)
+    assert bill["price"] == pytest.approx(0.1 * bill["link_gb"])
+    assert len(answer["table"]) <= 10
+    settings = answer["ds_config"]
+    assert settings["expert_parallel"] == {"enabled": True, "autoep_size": 16, "preset_model": "qwen3_moe"}
+    assert settings["train_micro_batch_size_per_gpu"] * 4096 == 16384
+    assert settings["zero_optimization"] == {"stage": 1}
+    assert answer["launch"] == ["deepspeed --hostfile hosts train.py --deepspeed_config ds_config.json"]
+
+
+def test_a_model_that_autoep_does_not_train_is_said_first(capsys):
+    _, out, _ = run(capsys, *QWEN, "--model", "OLMoE-1B-7B")
+    assert out.startswith("Not for you, because DeepSpeed's AutoEP has no preset for models of this kind.")
+    assert "ds_config.json" not in out
 
 
 def test_an_optimizer_on_the_host_counts_there(capsys):
@@ -80,26 +114,27 @@ def test_few_experts_on_many_ranks_are_explained(capsys):
         "10gbps",
         "--lan",
         "800gbps",
-        "--codecs",
-        "exact",
         "--memory",
         "900",
     ]
-    _, out, _ = run(capsys, *arguments, "--tokens", "4096")
+    _, out, _ = run(capsys, *arguments, "--tokens", "4096", "--codecs", "exact")
     assert "8 experts cannot be spread over 16 ranks" in out
-    assert "ep_size=8 and set use_data_before_expert_parallelism" in out
+    assert "8 ranks at equal distances over every dc; use_data_before_expert_parallelism makes it so" in out
     assert '"use_data_before_expert_parallelism": true' in out
-    _, out, _ = run(capsys, *arguments, "--tokens", "65536")
+    fitting = ("--tokens", "8192", "--accumulation", "4", "--checkpointing", "--memory", "80")
+    _, out, _ = run(capsys, *arguments, *fitting)
     assert "Each group stays inside one dc: no token crosses the slow link" in out
     assert "domain_size there must be 1" in out
 
 
-def test_do_not_use_it_where_deepspeed_is_faster(capsys):
-    adapters = ("--lora", "all", "--lora-rank", "64", "--ep-size", "16", "--tokens", "1024", "--accumulation", "4")
-    code, out, _ = run(capsys, *EXACT, *adapters, "--memory", "29.9")
+def test_not_for_those_whose_gradients_are_few_and_whose_parameters_pass_a_fast_link(capsys):
+    adapters = ("--lora", "attention", "--tokens", "8192", "--checkpointing", "--accumulation", "4")
+    code, out, _ = run(capsys, *QWEN, *adapters, "--wan", "1gbps", "--lan", "3600gbps", "--memory", "80")
     assert code == 0
-    assert "Do not use it: DeepSpeed, EP over 8 inside each dc, data parallel across takes" in out
-    assert "For ds_config.json" not in out
+    assert out.startswith("Not for you, because what you have now is as fast: ")
+    assert "with ZeRO-3 or FSDP inside each dc, gradients across" in out
+    assert "DeepSpeed alone does not train these adapters" in out
+    assert "ds_config.json" not in out
 
 
 def test_a_cluster_file_and_a_model_file(capsys, tmp_path):
@@ -112,14 +147,14 @@ def test_a_cluster_file_and_a_model_file(capsys, tmp_path):
     arguments = ("--model", str(model), "--cluster", str(cluster), "--tokens", "77", "--dtype", "fp32")
     code, out, _ = run(capsys, "plan", *arguments)
     assert code == 0
-    assert out.startswith("toy: ")
+    assert "toy: " in out
     assert "dc (2) 1 Gbit/s; node (2) 8 Gbit/s assumed; gpu (2) 64 Gbit/s assumed" in out
-    assert "77 tokens per GPU and micro-step, 1 micro-step, 4 B per parameter" in out
+    assert "77 tokens per GPU and micro-step, sequences of 77, 1 micro-step, 4 B per parameter" in out
 
 
 def test_recommended_codecs_are_tried_and_pasted(capsys):
     _, out, _ = run(capsys, *QWEN)
-    assert "->  [2,4] recommended|exact ep 16" in out
+    assert "->  this program, encoded: [2,4] recommended|exact ep 16" in out
     assert "encoded over dc" in out
     assert '"codecs": "recommended"' in out
     settings = json.loads(run(capsys, *QWEN, "--json")[1])["ds_config"]
@@ -159,7 +194,7 @@ def test_a_skew_says_what_hot_experts_bring(capsys):
     )
     assert re.search(r'"name": "gpu",\s+"size": 8,[^}]*"hot_experts": [124]', out)
     # One line for a plan, with its best number of hot experts, and one for the best plan without them.
-    labels = [line[4:].split("  ")[0] for line in out.splitlines() if re.match(r"(->|  )  \[", line)]
+    labels = [line[4:].split("  ")[0] for line in out.splitlines() if re.match(r"(->|  )  this program", line)]
     plain = [re.sub(r" hot \[[\d,]*\]", "", label) for label in labels]
     assert len(plain) - len(set(plain)) <= 1
     assert "DeepSpeed, EP over 16" in out
@@ -228,6 +263,7 @@ def test_sums_by_deepspeed_are_in_the_block_and_not_encoded(capsys):
         ([*QWEN[1:], "--seq", "16385"], "--seq: got 16385, but a GPU has only 16384 tokens in a micro-step"),
         ([*QWEN[1:], "--hot-memory-gb", "4"], "--hot-memory-gb: limits hot experts, but routing is even; add --skew"),
         ([*QWEN[1:], "--offload-optimizer", "--zero-stage", "0"], "--zero-stage is 0; give 1 or 2"),
+        ([*QWEN[1:], "--steps", "0"], "--steps and --price-per-gb: got 0 and None, wanted >= 1 and >= 0"),
         ([*QWEN[1:], "--gpu", "V100"], "--gpu: got 'V100', wanted one of A100-40, A100-80, H100"),
         ([*QWEN[1:], "--memory", "0"], "--memory and --host-memory: got 0 and 128, wanted > 0, and >= 0"),
         ([*QWEN[1:], "--learning-rate", "0"], "learning_rate is 0.0, but must be a finite number > 0"),

@@ -11,6 +11,7 @@ from ds_hybridep.plan.plan import LevelCodecs
 from ds_hybridep.plan.planner import make_plan
 from ds_hybridep.plan.question import Question
 from ds_hybridep.plan.rates import CodecCost, Rates
+from ds_hybridep.plan.rivals import CARRIED, SITES_EVERY, sites_at
 from ds_hybridep.plan.summary import describe
 from ds_hybridep.plan.workload import MoEModel, Workload
 
@@ -39,22 +40,25 @@ def sites_in(question: Question) -> dict[int, object]:
     return {way.sites.every: way for way in make_plan(question).alternatives if way.sites is not None}
 
 
+def sites_of(question: Question) -> dict[int, object]:
+    return {every: sites_at(question, every) for every in (1, 10, 100)}
+
+
 @pytest.mark.parametrize("num_sites", [2, 3])
 def test_each_rank_sends_its_partition_to_all_other_sites(num_sites: int) -> None:
-    ways = sites_in(question_of(num_sites))
+    ways = sites_of(question_of(num_sites))
     exact = (num_sites - 1) * RANKS * OWNED * 2
     for every, way in ways.items():
         assert way.crossing_bytes == pytest.approx(exact / every)
         assert way.sites.exchange_s == pytest.approx(exact / every / BYTES_PER_S + 2 * DELAY_S)
         assert way.is_provided
-        assert not way.is_by_deepspeed
-    assert list(ways) == [1, 10, 100]
+        assert not way.is_now
     alone_s = {round(way.step_s - way.sites.exchange_s, 9) for way in ways.values()}
     assert len(alone_s) == 1, "the step of a job in one site"
 
 
 def test_local_steps_keep_common_weights_and_momentum_of_what_a_rank_owns() -> None:
-    ways = sites_in(question_of())
+    ways = sites_of(question_of())
     assert ways[10].memory_bytes - ways[1].memory_bytes == pytest.approx(OWNED * 8)
     assert "loss may differ" in ways[10].note
     assert "loss may differ" not in ways[1].note
@@ -90,8 +94,26 @@ def test_sites_that_are_faster_are_named_with_the_reason() -> None:
     question = question_of(zero_stage=2)
     answer = make_plan(question)
     assert answer.better_as_sites is not None
-    assert "One job for each dc is faster: sites, H = 1, " in describe(answer)
+    assert answer.chosen is answer.better_as_sites
+    assert "one job in each dc (sites, H = 1), " in describe(answer, 1)
     assert "a job in each dc, EP over 4 inside" in answer.better_as_sites.note
+
+
+def test_local_steps_are_as_few_as_the_link_carries() -> None:
+    question = question_of(micro_steps=50)
+    ways = sites_in(question)
+    assert min(ways) == 1
+    assert len(ways) == 2
+    carried = max(ways)
+    less = SITES_EVERY[SITES_EVERY.index(carried) - 1]
+
+    def share(every: int) -> float:
+        way = sites_at(question, every)
+        return way.sites.exchange_s / way.step_s
+
+    assert share(carried) <= CARRIED < share(less)
+    fast = replace(question, cluster=question.cluster.with_link(0, bandwidth_bytes_per_s=1e12, latency_s=0.0))
+    assert list(sites_in(fast)) == [1], "a link that carries every step needs no local steps"
 
 
 def test_a_cluster_of_one_level_has_no_sites() -> None:
@@ -101,10 +123,10 @@ def test_a_cluster_of_one_level_has_no_sites() -> None:
 
 def test_state_on_the_host_makes_room() -> None:
     question = question_of()
-    ways = sites_in(question)
+    ways = sites_of(question)
     tight = replace(question, memory_bytes=ways[1].memory_bytes + 1e6)
-    assert not sites_in(tight)[1].lacking_bytes
-    way = sites_in(tight)[10]
+    assert not sites_at(tight, 1).lacking_bytes
+    way = sites_at(tight, 10)
     assert way.name == "sites, H = 10, host state"
     assert not way.lacking_bytes
     assert way.step_s > ways[10].step_s

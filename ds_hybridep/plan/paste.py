@@ -1,0 +1,105 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What to paste and to type: a complete ds_config, and how to start the job."""
+
+from typing import Any
+
+from ds_hybridep.plan.answer import Answer, Candidate
+from ds_hybridep.plan.machines import GPUS_OF_MACHINE
+from ds_hybridep.plan.plan import RECOMMENDED
+from ds_hybridep.plan.rivals import Alternative
+from ds_hybridep.plan.summary import level_settings
+from ds_hybridep.plan.workload import Workload
+
+MEETING_PORT, LINK_PORTS = 29400, [29600, 29699]  # as in docs/sites.md
+SITE_NAMES = "abcdefghijklmnopqrstuvwxyz"
+
+
+def ds_config_of(answer: Answer) -> dict[str, Any]:
+    """A complete ds_config for the chosen way."""
+    chosen, model = answer.chosen, answer.question.workload.model
+    if isinstance(chosen, Candidate):
+        ep_size, block = chosen.group.ep_size, _levels_block(answer, chosen)
+    else:
+        assert chosen.sites is not None, "only plans and sites are chosen"
+        ep_size, block = chosen.sites.ep_size, _sites_block(answer, chosen)
+    settings = _training_settings(answer.question.workload)
+    if isinstance(chosen, Candidate) and chosen.group.is_strided:
+        settings["use_data_before_expert_parallelism"] = True
+    if model.is_of_hub:
+        preset = {} if model.autoep_preset is None else {"preset_model": model.autoep_preset}
+        settings["expert_parallel"] = {"enabled": True, "autoep_size": ep_size, **preset}
+    return {**settings, "hybridep": block}
+
+
+def _training_settings(workload: Workload) -> dict[str, Any]:
+    """All that DeepSpeed needs beside expert parallelism."""
+    settings: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": max(workload.tokens_per_rank // max(workload.sequence_tokens, 1), 1),
+        "gradient_accumulation_steps": workload.micro_steps,
+        "gradient_clipping": 1.0,
+        "zero_optimization": {"stage": workload.zero_stage},
+        "optimizer": {"type": "AdamW", "params": {"lr": workload.learning_rate, "torch_adam": True}},
+    }
+    if workload.param_bytes == 2:
+        settings["bf16"] = {"enabled": True}
+    if workload.offloads_optimizer:
+        settings["zero_optimization"]["offload_optimizer"] = {"device": "cpu"}
+    return settings
+
+
+def _levels_block(answer: Answer, chosen: Candidate) -> dict[str, Any]:
+    plan, levels = chosen.plan, []
+    for level, domain_size, hot, codecs in zip(
+        answer.question.cluster.levels, plan.domain_sizes, plan.hot_by_level, plan.codecs, strict=True
+    ):
+        entry = level_settings(level)
+        entry["domain_size"] = domain_size
+        if hot:
+            entry["hot_experts"] = hot
+        if codecs.name == RECOMMENDED:
+            entry["codecs"] = RECOMMENDED
+        levels.append(entry)
+    block: dict[str, Any] = {"levels": levels}
+    if plan.state == "host":
+        block["state"] = "host"
+    if sum(count > 1 for count in plan.domain_counts) > 1:
+        block["token_exchange"] = plan.token_exchange
+    if plan.dense_sync == "deepspeed":
+        block["dense_sync"] = "deepspeed"
+    return block
+
+
+def _sites_block(answer: Answer, chosen: Alternative) -> dict[str, Any]:
+    assert chosen.sites is not None
+    sites: dict[str, Any] = {
+        "names": _site_names(answer.question.cluster.sizes[0]),
+        "meeting_point": f"HOST:{MEETING_PORT}",
+        "secret_file": "secret",
+    }
+    if chosen.training != "exact":
+        sites["codecs"] = RECOMMENDED
+    if chosen.sites.every > 1:
+        sites["every"] = chosen.sites.every
+    block: dict[str, Any] = {"sites": sites, "link": {"ports": LINK_PORTS}}
+    if "host state" in chosen.name:
+        block["state"] = "host"
+    return block
+
+
+def _site_names(count: int) -> list[str]:
+    """a, b, c; s0, s1 ... if these are too few."""
+    return list(SITE_NAMES[:count]) if count <= len(SITE_NAMES) else [f"s{index}" for index in range(count)]
+
+
+def launch_of(answer: Answer) -> list[str]:
+    """Commands that start the chosen way."""
+    start = "deepspeed --hostfile hosts train.py --deepspeed_config ds_config.json"
+    if isinstance(answer.chosen, Candidate):
+        return [start]
+    cluster = answer.question.cluster
+    names = _site_names(cluster.sizes[0])
+    if cluster.ranks_below[0] <= GPUS_OF_MACHINE:
+        jobs = [f"HYBRIDEP_SITE={name} {start.replace('--hostfile hosts ', '')}" for name in names]
+    else:  # a launch with a hostfile does not pass the variable on
+        jobs = [f'{start.replace("hosts", f"hosts_{name}")}  # "name": "{name}" in "sites"' for name in names]
+    return [f"ds_hybridep meet --port {MEETING_PORT} --secret-file secret --folder meeting", *jobs]

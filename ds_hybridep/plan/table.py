@@ -1,0 +1,159 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The ten rows that answer "what will I get": what people have now, this program's ways, and two others."""
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+from ds_hybridep.plan.answer import Answer, Candidate
+from ds_hybridep.plan.plan import listed
+from ds_hybridep.plan.question import Question
+from ds_hybridep.plan.rivals import Alternative, Training
+
+WAITS = {  # terms of a step that are no training arithmetic, in words
+    "tokens_s": "token rows",
+    "expert_weights_s": "expert weights",
+    "expert_gradients_s": "expert gradients",
+    "dense_sync_s": "dense gradients",
+    "expert_sync_s": "copies of experts",
+    "codec_s": "encoding",
+    "host_s": "calls",
+}
+LEAST_WAIT = 0.05  # share of a step that is worth a word
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One way to train, with what it costs.
+
+    kind: people have it now; it is ours, as one job or as sites; or nobody here provides it.
+    layout: what it is apart from codecs and where state lies.
+    link_bytes: a step's over one uplink of level 0, in one direction; None: not known.
+    load: with uneven routing, the rows of the fullest rank over the mean; None: not known.
+    waits_for, wait_s: what a rank waits for longest, and how many seconds it does not compute for training, in all.
+    """
+
+    kind: Literal["now", "ours", "sites", "elsewhere"]
+    name: str
+    layout: str
+    step_s: float
+    tokens_per_s: float
+    memory_bytes: float
+    link_bytes: float | None
+    training: Training
+    load: float | None
+    waits_for: str
+    wait_s: float
+    lacking_bytes: float
+    is_chosen: bool
+    note: str  # for programs
+    remark: str = ""  # for the table
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def rows_of(answer: Answer) -> list[Row]:
+    """At most ten rows that differ, in the order of the report."""
+    ways = answer.alternatives
+    rows = [row_of_way(answer, way) for way in ways if way.is_now]
+    rows += [row_of_plan(answer, one) for one in _our_plans(answer)]
+    rows += [row_of_way(answer, way) for way in ways if way.sites is not None]
+    return rows + [row_of_way(answer, way) for way in ways if not way.is_provided]
+
+
+def _our_plans(answer: Answer) -> Iterable[Candidate]:
+    """The best plan that loses nothing, and the best one that does."""
+    fitting = [one for one in (answer.best, *answer.others) if not one.lacking_bytes]
+    exact = [one for one in fitting if not is_lossy(one)]
+    lossy = [one for one in fitting if is_lossy(one)]
+    return [answer.best if answer.best in group else group[0] for group in (exact, lossy) if group]
+
+
+def is_lossy(candidate: Candidate) -> bool:
+    return any(codecs.is_lossy for codecs in candidate.plan.codecs)
+
+
+def row_of_plan(answer: Answer, candidate: Candidate) -> Row:
+    term, wait_s = _waits(candidate.prediction.terms_s)
+    training: Training = "lossy" if is_lossy(candidate) else "exact"
+    return Row(
+        kind="ours",
+        name=f"this program, {'encoded' if training == 'lossy' else 'exact'}: {candidate.label}",
+        layout=f"{listed(candidate.plan.domain_sizes)} ep {candidate.group.ep_size}, {training}",
+        step_s=candidate.step_s,
+        tokens_per_s=tokens_per_s(answer.question, candidate.step_s),
+        memory_bytes=candidate.memory.total_bytes,
+        link_bytes=candidate.prediction.level_bytes(0),
+        training=training,
+        load=None if candidate.routing.is_even else candidate.routing.load_after,
+        waits_for=term,
+        wait_s=wait_s,
+        lacking_bytes=candidate.lacking_bytes,
+        is_chosen=candidate is answer.chosen,
+        note="",
+    )
+
+
+def row_of_way(answer: Answer, way: Alternative) -> Row:
+    term, wait_s = way.waits or ("", 0.0)
+    if way.prediction is not None:
+        term, wait_s = _waits(way.prediction.terms_s)
+    kind: Literal["now", "sites", "elsewhere"] = "elsewhere"
+    if way.is_now or way.sites is not None:
+        kind = "now" if way.is_now else "sites"
+    return Row(
+        kind=kind,
+        name=way.name,
+        layout=way.name.removesuffix(", host state"),
+        step_s=way.step_s,
+        tokens_per_s=tokens_per_s(answer.question, way.step_s),
+        memory_bytes=way.memory_bytes,
+        link_bytes=way.crossing_bytes,
+        training=way.training,
+        load=way.load if answer.question.workload.is_uneven else None,
+        waits_for=term,
+        wait_s=wait_s,
+        lacking_bytes=way.lacking_bytes,
+        is_chosen=way is answer.chosen,
+        note=way.note,
+        remark=way.remark,
+    )
+
+
+def chosen_row(answer: Answer) -> Row:
+    """The row of what to take of this program."""
+    chosen = answer.chosen
+    return row_of_plan(answer, chosen) if isinstance(chosen, Candidate) else row_of_way(answer, chosen)
+
+
+def tokens_per_s(question: Question, step_s: float) -> float:
+    """Tokens of all ranks in a second."""
+    workload = question.workload
+    return question.cluster.num_ranks * workload.tokens_per_rank * workload.micro_steps / step_s
+
+
+def _waits(terms_s: Mapping[str, float]) -> tuple[str, float]:
+    """What a rank waits for longest, and the seconds of all that it waits for."""
+    term = max(WAITS, key=lambda name: terms_s[name])
+    return WAITS[term], math.fsum(terms_s[name] for name in WAITS)
+
+
+# ---- hours and money ----
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bill:
+    """What a number of steps takes: hours, GB that leave all datacentres together, and their price, if known."""
+
+    steps: int
+    hours: float
+    link_gb: float | None
+    price: float | None
+
+
+def bill_of(row: Row, question: Question, steps: int, price_per_gb: float | None) -> Bill:
+    link_gb = None if row.link_bytes is None else question.cluster.sizes[0] * row.link_bytes * steps / 1e9
+    price = None if link_gb is None or price_per_gb is None else link_gb * price_per_gb
+    return Bill(steps=steps, hours=row.step_s * steps / 3600, link_gb=link_gb, price=price)
