@@ -13,7 +13,7 @@ from ds_hybridep.geometry.cluster import BITS_PER_BYTE
 from ds_hybridep.plan.answer import TIE, Answer
 from ds_hybridep.plan.planner import make_plan
 from ds_hybridep.plan.question import Question
-from ds_hybridep.plan.summary import GIGA, aligned
+from ds_hybridep.plan.summary import GIGA, LEAST_GAIN, aligned
 from ds_hybridep.plan.table import Row, rows_of, tokens_per_s
 
 GRID_GBPS = (0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100, 200, 400, 800)
@@ -34,23 +34,32 @@ class Point:
     now_step_s: float
     tokens_per_s: float
 
+    @property
+    def is_worth_it(self) -> bool:
+        return self.now_step_s >= LEAST_GAIN * self.step_s
+
+    def is_like(self, other: "Point") -> bool:
+        """True if no border is between the two."""
+        return (self.layout, self.is_worth_it) == (other.layout, other.is_worth_it)
+
 
 def sweep_wan(question: Question, grid: Sequence[float] = GRID_GBPS) -> list[Point]:
-    """The points where another layout begins to win, and the ends of the grid, slowest link first."""
+    """The points where another layout begins to win, or is no longer worth it, and the ends of the grid."""
     points = [_at(question, gbps) for gbps in grid]
     found = [points[0]]
     for low, high in zip(points, points[1:], strict=False):
-        if low.layout != high.layout:
-            found.append(_border(question, low, high))
+        found += _borders(question, low, high, BISECTIONS)
     return [*found, points[-1]]
 
 
-def _border(question: Question, low: Point, high: Point) -> Point:
-    """The slowest link, as far as searched, at which the layout of `high` wins."""
-    for _ in range(BISECTIONS):
-        middle = _at(question, math.sqrt(low.gbps * high.gbps))
-        low, high = (low, middle) if middle.layout == high.layout else (middle, high)
-    return high
+def _borders(question: Question, low: Point, high: Point, depth: int) -> list[Point]:
+    """The slowest links, as far as searched, at which something begins between the two, `high` included."""
+    if low.is_like(high):
+        return []
+    if depth == 0:
+        return [high]
+    middle = _at(question, math.sqrt(low.gbps * high.gbps))
+    return _borders(question, low, middle, depth - 1) + _borders(question, middle, high, depth - 1)
 
 
 def _at(question: Question, gbps: float) -> Point:
@@ -92,12 +101,13 @@ def describe_sweep(question: Question, points: Sequence[Point]) -> str:
             f"{one.step_s:.4g}",
             f"{one.tokens_per_s:.0f}",
             f"{one.now_step_s / one.step_s:.3g} x",
+            "" if one.is_worth_it else "not worth the change",
         )
         for one in points[:-1]
     ]
     last = points[-1]
-    title = (f"from, each {outer}", "fastest", "s/step", "tokens/s", "over now")
-    text = aligned([title, *rows], left=(0, 1))
+    title = (f"from, each {outer}", "fastest", "s/step", "tokens/s", "over now", "")
+    text = aligned([title, *rows], left=(0, 1, 5))
     end = f"At {_rate(last.gbps)}: {last.step_s:.4g} s a step, {last.now_step_s / last.step_s:.3g} x."
     return f"{text}\n{end}"
 
