@@ -92,6 +92,6 @@ def queueing_us(call: Callable[[], object], device: torch.device, calls: int = 5
 def copy_bytes_per_s(device: torch.device) -> float:
     """Bytes read plus written each second by a large copy from device to device."""
     num_bytes = COPY_BYTES[device.type]
-    source = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
+    source = torch.empty(num_bytes, dtype=torch.uint8, device=device).random_()
     target = torch.empty_like(source)
     return 2 * num_bytes / (median_us(lambda _: target.copy_(source), device) * 1e-6)
