@@ -28,7 +28,7 @@ help:
 	@echo "make test-repeat  the same N times beside LOAD busy processes; time, CPU-minutes and result of each run"
 	@echo "make test-faults  plants faults in a copy, one at a time, and says which test notices; FAULT=NAME: one"
 	@echo "make test-gpu   those that need a GPU"
-	@echo "make gpu        all to run first on a machine with GPUs, and one page to send back; PRETEND=1: on CPUs"
+	@echo "make gpu        what to run first with a GPU: 30 minutes, and one page to send back; PRETEND=1: on a CPU"
 	@echo "make test-slow  those that take long, and random tests with new seeds"
 	@echo "make test-clients  vLLM, an old peft and training programs, in environments of their own"
 	@echo "make test-versions  a core of the tests with each DeepSpeed and Python"
@@ -54,8 +54,9 @@ $(VENV)/.installed: pyproject.toml setup.py ds_hybridep/version.py
 demo: $(INSTALLED)
 	@$(BIN)/python -m benchmarks demo $(if $(SITES),--sites)
 
-gpu: $(INSTALLED)
-	@$(BIN)/python -m benchmarks gpu $(if $(PRETEND),--pretend)
+# Nothing is installed here: on a machine without a network, torch and DeepSpeed are those that PYTHON has.
+gpu:
+	@$(or $(wildcard $(BIN)/python),$(PYTHON)) -m benchmarks gpu $(if $(PRETEND),--pretend)
 
 test: $(INSTALLED)
 	$(BIN)/python -m pytest -m "not slow and not gpu" -n 4 --dist loadgroup

@@ -27,6 +27,7 @@ HERE = ("ds_hybridep plan", "ds_hybridep simulate", "ds_hybridep report")
 ELSEWHERE = {  # by how a command begins: what runs it, or why nothing does
     "make demo": "tests/house/test_demo.py",
     "make test": ".ci/run",
+    "make gpu": "tests/house/test_gpu_page.py",
     "make check": ".ci/run",
     "make fmt": "not run: rewrites the sources",
     "pip install .": ".ci/run, tests/house/test_wheel.py",

@@ -20,7 +20,7 @@ NEEDS_DELAY = pytest.mark.skipif(NO_DELAY is not None, reason=f"emulated delays:
 SMALL_E2E = "--rates none --rows 1 --accumulations 1 --rounds 1 --steps 1 --block-s 0.1 --layers 1"
 HERE = {  # need a few seconds; with what is printed
     "residual-sums --steps 2": "recommended, dense",
-    "kernels --tokens 64 --hidden 64 --experts 8 --only plan": "plan|not run",
+    "kernels --pretend --only plan rows": "torch index_select",
     "codecs time --samples 1": "balanced, ratio 50",
 }
 SLOW = {

@@ -82,6 +82,7 @@ class Case:
     kernels: str | None = None
     dense_sync: str | None = None
     token_codec: str | None = None  # over the first level
+    codecs: str | None = None  # of weights and gradients over the first level; each step verifies all replicas
     hot_experts: int = 0
     hot_level: int = -1
 
@@ -114,6 +115,7 @@ class Case:
             kernels=None,
             dense_sync=None,
             token_codec=None,
+            codecs=None,
             hot_experts=0,
             hot_level=-1,
             offload=None if self.offload == "hybrid" else self.offload,
@@ -169,10 +171,16 @@ class Case:
         ]
         if self.token_codec is not None:
             levels[0]["token_codec"] = self.token_codec
+        if self.codecs is not None:
+            levels[0]["codecs"] = self.codecs
         if self.hot_experts:
             levels[self.hot_level]["hot_experts"] = self.hot_experts
         asked = {"token_exchange": self.token_exchange, "dense_sync": self.dense_sync}
-        advanced = {"prefetch_depth": self.prefetch_depth, "kernels": self.kernels}
+        advanced = {
+            "prefetch_depth": self.prefetch_depth,
+            "kernels": self.kernels,
+            "verify_interval": None if self.codecs is None else 1,
+        }
         return {
             "enabled": True,
             "levels": levels,
@@ -349,7 +357,10 @@ def train(case: Case, *, with_block: bool, scaled: tuple[int | str, float] | Non
                 engine.step()
             if case.evaluate:
                 eval_losses.append(_evaluate(engine, case, step))
-        parameters = snapshot(case, engine.module, engine.optimizer)
+        if case.codecs is None:
+            parameters = snapshot(case, engine.module, engine.optimizer)
+        else:  # lossy ones: what others hold of a parameter is not its master rounded
+            parameters = start_of(case, engine.module)
         stats = _stats(engine) if with_block else None
     finally:
         engine.destroy()
@@ -447,7 +458,7 @@ def snapshot(case: Case, model: nn.Module, optimizer: Any = None) -> dict[str, T
 
 
 def start_of(case: Case, model: nn.Module) -> dict[str, Tensor]:
-    """What `snapshot` gives before the first step, when masters are copies of the parameters.  All ranks must call."""
+    """The parameters; before the first step, what `snapshot` gives, since masters are copies.  All ranks must call."""
     return _by_global_name(case, {name: value.float() for name, value in whole_parameters(model).items()})
 
 
