@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from ds_hybridep.deepspeed.patches import TRANSFORMERS_OUTPUTS, Patches
 from ds_hybridep.errors import ConfigError, UnsupportedError
 from ds_hybridep.experts.layer_spec import LayerSpec
+from ds_hybridep.tokens.exchange import to_device
 from ds_hybridep.tokens.layer import HybridMoE
 from ds_hybridep.transport.job import group_ranks
-from ds_hybridep.transport.streams import to_device
 
 _OF_RANKS = ("ep_group", "tp_group", "folding_group_handles", "_deepep_exchange")  # of a layer; copies share them
 

@@ -33,7 +33,6 @@ from ds_hybridep.geometry.row_format import RowFormat
 from ds_hybridep.geometry.token_route import RouteStage
 from ds_hybridep.kernels import Kernels, Routes
 from ds_hybridep.transport.channels import Channel, Purpose, Transport, profiler_range
-from ds_hybridep.transport.streams import to_device
 
 HEADER_BYTES = 16  # four 32-bit integers, see `header_of`; what follows is aligned for every type
 JOINED_BYTES = 1 << 16  # up to this size, copying two parts into one message costs less than a second message
@@ -296,3 +295,11 @@ def _room_for(places: Sequence[Tensor]) -> Sequence[Tensor]:
 def _are_joined(parts: Sequence[Tensor]) -> bool:
     """Return True if these parts travel in one message; both ends decide this by the same numbers of bytes."""
     return len(parts) > 1 and 0 < sum(part.nbytes for part in parts) <= JOINED_BYTES
+
+
+def to_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """Return a copy of a host tensor on `device`, or the tensor itself on a CPU; the host does not wait for it.
+
+    From memory that is not pinned, a copy may first wait for all work of the current stream.
+    """
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)

@@ -142,11 +142,3 @@ def synchronize(device: torch.device) -> None:
     """Block until the current stream is idle; call this before reading a clock."""
     if device.type == "cuda":
         torch.cuda.current_stream(device).synchronize()
-
-
-def to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """Return a copy of a host tensor on `device`, or the tensor itself on a CPU; the host does not wait for it.
-
-    From memory that is not pinned, a copy may first wait for all work of the current stream.
-    """
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)

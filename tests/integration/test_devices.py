@@ -32,7 +32,7 @@ from ds_hybridep.sync.stages import gather_stages
 from ds_hybridep.sync.transaction import Transaction
 from ds_hybridep.sync.transfers import Reduce
 from ds_hybridep.tokens import exchange as row_exchange
-from ds_hybridep.tokens.exchange import Exchange, exchange_rows, swap
+from ds_hybridep.tokens.exchange import Exchange, exchange_rows, swap, to_device
 from ds_hybridep.tokens.layer import (
     DispatchState,
     _Dispatch,
@@ -43,7 +43,6 @@ from ds_hybridep.tokens.layer import (
 )
 from ds_hybridep.transport import job as job_module
 from ds_hybridep.transport.channels import Purpose, Traffic
-from ds_hybridep.transport.streams import to_device
 
 DEVICE = torch.device("meta")
 CODECS: tuple[Any, ...] = (

@@ -504,7 +504,7 @@ def test_local_steps_send_the_weights_of_a_domain_once_for_each_step(
     meeting: Meeting, tmp_path: Path, overflow_at: int
 ) -> None:
     inside = {"levels": DOMAINS, "advanced": {"verify_interval": 1}}  # compares the copies of an expert at each step
-    options = {"ep_size": 2, "dtype": "fp16", "overflow_at": overflow_at}
+    options = {"ep_size": 2, "overflow_at": overflow_at}
     alone = ForkedJob(tmp_path, "alone", 2, block=inside, **options)
     both = block(meeting, tmp_path, sites={"every": 2}, **inside)
     jobs = [
