@@ -136,18 +136,19 @@ def _workload(params: Mapping[str, Any]) -> Workload:
     hidden, layers, experts = params["hidden"], params["layers"], params["experts"]
     # Embeddings, head and last norm; per layer attention with biases, two norms and the gate.
     active = VOCABULARY * hidden + 2 * hidden + layers * hidden * (4 * hidden + 8 + experts)
-    dense, scores = active + (VOCABULARY + SEQ_LEN) * hidden, SEQ_LEN * layers * hidden
+    dense, sequence = active + (VOCABULARY + SEQ_LEN) * hidden, SEQ_LEN
     if params.get("compute") == "sleep":  # an embedding, a head and the gates
         active = dense = 2 * VOCABULARY * hidden + VOCABULARY + layers * hidden * experts
-        scores = 0
+        sequence = 0  # no attention
     model = MoEModel(
         name="byte model", hidden=hidden, num_experts=experts, top_k=params["top_k"], num_moe_layers=layers,
         expert_shapes=((8 * hidden * hidden + 5 * hidden,),), dense_shapes=((dense,),),
-        active_dense_params=active + scores,  # attention scores cost 2 FLOPs for each of these, as a parameter does
+        active_dense_params=active,
     )  # fmt: skip
     return Workload(
-        model=model, tokens_per_rank=params["tokens_per_rank"], micro_steps=params["accumulation"], param_bytes=4,
-        zero_stage=params["zero_stage"], capacity_factor=CAPACITY_FACTOR,
+        model=model, tokens_per_rank=params["tokens_per_rank"], sequence_tokens=sequence,
+        micro_steps=params["accumulation"], param_bytes=4, zero_stage=params["zero_stage"],
+        capacity_factor=CAPACITY_FACTOR,
     )  # fmt: skip
 
 

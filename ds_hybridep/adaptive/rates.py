@@ -40,9 +40,11 @@ def measure_experts(spec: LayerSpec, probe: LinkProbe, cluster: Cluster) -> Rate
     few_s, many_s = _means(probe, few_s, many_s)
     row_s = max(many_s - few_s, 1e-9) / (many - few)
     call_s = max(few_s - few * row_s, 0.0) / 3.0  # a backward takes twice as long as a forward
+    # Forward, gradient of the input, and gradients of what is trained: as `Workload` counts them.
+    row_flops = 2.0 * (2 * expert_params(spec) + expert_params(spec, trainable_only=True))
     latency_s = cluster.levels[-1].link.latency_s or 0.0  # what a message is assumed to cost the host
     return Rates(
-        flops_per_s=6.0 * expert_params(spec) / row_s,
+        flops_per_s=row_flops / row_s,
         expert_call_s=call_s,
         exchange_s=latency_s,
         all_to_all_s=latency_s,
