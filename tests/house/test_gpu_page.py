@@ -88,7 +88,7 @@ def python(text: str) -> list[str]:
 
 
 def run_phases(gpu: ModuleType, monkeypatch: pytest.MonkeyPatch, out: Path, commands: dict[str, list[str]]) -> Any:
-    """The exit status and the phases, if these are their programs, with a limit of 3 s for the definitions; all others end well."""
+    """The exit status and the phases, if these are their programs; the definitions may take 3 s, others a minute."""
     limits = {"definitions": 3}  # the phase that waits; the others have time on a busy machine
     phases = [
         gpu.Phase(name, "", name, limits.get(name, 60), needs_kernels=name in ("definitions", "kernels"))
