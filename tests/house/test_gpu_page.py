@@ -131,7 +131,7 @@ def test_what_a_phase_has_started_ends_with_it(
     gpu: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     started = tmp_path / "started"
-    commands = {"encoding": ["sh", "-c", f"sleep 600 & echo $! > {started}; wait"]}
+    commands = {"definitions": ["sh", "-c", f"sleep 600 & echo $! > {started}; wait"]}
     run_phases(gpu, monkeypatch, tmp_path / "out", commands)
     status, deadline_s = Path("/proc", started.read_text().strip(), "status"), time.monotonic() + 60
     while status.exists() and "zombie" not in status.read_text():
