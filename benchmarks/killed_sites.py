@@ -11,16 +11,18 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from deepspeed import comm as dist
 from torch import Tensor
 
+import ds_hybridep
 from benchmarks import training
 from benchmarks.common import JOB_FOLDER, REPOSITORY, Record, free_port, new_folder, usage_of
 from benchmarks.training import RECOMMENDED, byte_model, engine_of, loss_on, train_lm
@@ -81,6 +83,7 @@ def rank(args: argparse.Namespace, job: Job) -> None:
         zero["reduce_bucket_size"] = sum(parameter.numel() for parameter in model.parameters()) // BUCKETS
     pause = Pauses(job.folder, settings["step_s"] / len(PLACES))
     engine = engine_of(model, settings["block"], zero_optimization=zero)
+    absent = {*settings["absent"]}
     corpus, held_out = train_lm.read_corpus()
     with (job.folder / f"steps-{settings['life']}-{job.rank}").open("w", buffering=1) as told:
         while not last.exists() or engine.global_steps < int(last.read_text()):
@@ -88,6 +91,8 @@ def rank(args: argparse.Namespace, job: Job) -> None:
             batch = train_lm.batch_at(corpus, place, rows=settings["rows"], seq_len=SEQ_LEN)
             pause("forward")
             loss, aux_loss = engine(*batch)
+            if engine.global_steps + 1 in absent:
+                ds_hybridep.weigh(engine, 0.0)
             pause("backward")
             engine.backward(loss + train_lm.AUX_LOSS_WEIGHT * aux_loss)
             pause("exchange")
@@ -168,13 +173,17 @@ class Life:
 
 
 class Sites:
-    """A meeting point, and three sites; each on a host of its own where a network is given."""
+    """A meeting point, and three sites; each on a host of its own where a network is given.
+
+    absent: the steps in which batches of a site count nothing.
+    """
 
     def __init__(
         self, args: argparse.Namespace, folder: Path, seed: int, step_s: float, stack: ExitStack, *,
-        network: EmulatedNetwork | None,
+        network: EmulatedNetwork | None, absent: Mapping[str, Sequence[int]] = MappingProxyType({}),
     ) -> None:  # fmt: skip
         self._args, self._folder, self._seed, self._step_s = args, new_folder(folder), seed, step_s
+        self._absent = absent
         self._network = network
         self.lives: list[Life] = []
         self.now: dict[str, Life] = {}  # of each site that runs
@@ -230,7 +239,7 @@ class Sites:
                 "sites": sites | (RECOMMENDED if args.codecs == "recommended" else {}), "timeout_s": args.timeout_s
             },
             "seed": self._seed, "index": host, "step_s": self._step_s, "life": life.number,
-            "rows": (UNEQUAL_ROWS if args.unequal else ROWS)[name],
+            "rows": (UNEQUAL_ROWS if args.unequal else ROWS)[name], "absent": [*self._absent.get(name, ())],
         }  # fmt: skip
         (folder / "settings.json").write_text(json.dumps(settings))
         (folder / "place").write_text("start".ljust(12))

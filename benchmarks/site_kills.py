@@ -12,8 +12,9 @@ back.  At the end the weights and the optimizer's state of all sites must be bit
 batches of 4, 2 and 3 rows and a third processor that rounds differently, weights must lie within TOLERANCE.
 
 Then all sites train as many steps without kills, with the same data and with data in other orders, from the same
-weights.  The loss on held-out data must lie where one more of those runs would lie, at 95%.  Only the run with kills
-goes over the emulated link.
+weights.  In steps without a site that was away, its batches do not count there, either.  The loss on held-out data
+must lie where one more of those runs would lie, at 95%.  A last run, in which all batches count, shows what those are
+worth that were left out.  Only the run with kills goes over the emulated link.
 
 A step sleeps in five places, so that kills find sites in all of them and most of the time both cores are free.
 """
@@ -28,7 +29,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -222,10 +223,12 @@ def run(args: argparse.Namespace, records: Records) -> int:
         folder = args.logs or Path(scratch)
         try:
             end = disturbed(args, folder / "killed", records)
+            absent = json.loads((folder / "killed" / "absent").read_text())
             end["undisturbed"] = [
-                undisturbed(args, folder / f"order-{order}", args.seed + order, end["steps"], records)
+                undisturbed(args, folder / f"order-{order}", args.seed + order, end["steps"], absent, records)
                 for order in range(args.orders + 1)
             ]
+            end["all_count"] = undisturbed(args, folder / "all", args.seed, end["steps"], {}, records)
         except Failure as failure:
             print(failure, file=sys.stderr)
             records.add(params_of(args), kind="failure", what=str(failure).splitlines()[0])
@@ -248,10 +251,13 @@ def disturbed(args: argparse.Namespace, folder: Path, records: Records) -> Recor
         ends = sites.ends(args.back_s + 2 * MORE_STEPS * (args.step_s + STEP_LIMIT_S))
         uplinks = network.counters()[: len(NAMES)] if network else ()
     rows, lives = killer.rows, sites.lives
+    absent = steps_without(lives, last)
+    (folder / "absent").write_text(json.dumps(absent))
     longest = max(lives, key=lambda life: life.ended_at - life.started_at)
     backs = [row["back_s"] for row in rows if row["back_s"] is not None]
     return {
-        "steps": last, "kills": len(rows), "second_kills": sum(row["is_second"] for row in rows),
+        "steps": last, "steps_away": {name: len(steps) for name, steps in absent.items()},
+        "kills": len(rows), "second_kills": sum(row["is_second"] for row in rows),
         "kills_by_place": dict(Counter(row["place"] for row in rows)), "restarts": len(lives) - len(NAMES),
         "pauses_s": [max(row["pause_s"].values()) for row in rows], "backs_s": backs,
         "late_s": [max(row["pause_s"].values()) - row["point_away_s"] for row in rows], "apart": sites.apart(),
@@ -263,13 +269,26 @@ def disturbed(args: argparse.Namespace, folder: Path, records: Records) -> Recor
     }  # fmt: skip
 
 
-def undisturbed(args: argparse.Namespace, folder: Path, seed: int, last: int, records: Records) -> Record:
-    """Train as far without kills or sleep; seed: of the order of the data."""
+def steps_without(lives: Iterable[Life], last: int) -> dict[str, list[int]]:
+    """Return the steps that each site has not made in any of its lives."""
+    made: dict[str, set[int]] = {name: set() for name in NAMES}
+    for life in lives:
+        made[life.site] |= {step for _, step, _ in life.steps}
+    return {name: sorted({*range(1, last + 1)} - steps) for name, steps in made.items()}
+
+
+def undisturbed(
+    args: argparse.Namespace, folder: Path, seed: int, last: int, absent: dict[str, list[int]], records: Records
+) -> Record:
+    """Train as far without kills or sleep.
+
+    seed: of the order of the data.  absent: the steps in which the batches of a site do not count.
+    """
     with ExitStack() as stack:
-        sites, began = Sites(args, folder, seed, 0.0, stack, network=None), time.time()
+        sites, began = Sites(args, folder, seed, 0.0, stack, network=None, absent=absent), time.time()
         sites.tell_last(last)
         ends = sites.ends(args.back_s + last * STEP_LIMIT_S)
-    found = {"seed": seed, "seconds": round(time.time() - began), **equality_of(ends)}
+    found = {"seed": seed, "all_count": not absent, "seconds": round(time.time() - began), **equality_of(ends)}
     found |= {
         "loss": ends[NAMES[0]][0]["loss"],
         "apart": sites.apart(),
@@ -311,7 +330,7 @@ def judged(end: Record, args: argparse.Namespace) -> Record:
         margin = quantile * statistics.stdev(losses) * math.sqrt(1 + 1 / len(losses))
         low, high = statistics.fmean(losses) - margin, statistics.fmean(losses) + margin
     names = ("step",) if args.unequal else ("step", "weights", "optimizer", "loss")
-    runs = (end, *end["undisturbed"])
+    runs = (end, *end["undisturbed"], end["all_count"])
     equal = all(one[f"{name}_equal"] and one["apart"] <= TOLERANCE for one in runs for name in names)
     within = low <= end["loss"] <= high
     goes_on = max(end["late_s"], default=0.0) <= args.timeout_s + EXTRA_S
@@ -335,12 +354,15 @@ def report(records: list[Record], args: argparse.Namespace) -> str:
         "pause of the others [s], median, longest": lambda one: middle_and_most(one["pauses_s"]),
         "back after the restart [s], median, longest": lambda one: middle_and_most(one["backs_s"]),
         "steps missing": lambda one: one["steps_missing"],
+        "steps without a site that was away": lambda one: ", ".join(
+            f"{name} {n}" for name, n in one["steps_away"].items()),
         "the others' processes": lambda one: "the same" if one["same_processes"] else "NOT the same",
         "MB over each site's uplink": lambda one: ", ".join(f"{b / 1e6:.0f}" for b in one["uplink_bytes"]) or "-",
         "weights of the sites": lambda one: equality_told(one),
         "loss": lambda one: f"{one['loss']:.4f}",
         "undisturbed, same data": lambda one: f"{one['undisturbed'][0]['loss']:.4f}",
         "undisturbed, other orders": lambda one: ", ".join(f"{o['loss']:.4f}" for o in one["undisturbed"][1:]) or "-",
+        "undisturbed, all batches count": lambda one: f"{one['all_count']['loss']:.4f}",
         "range of undisturbed runs, 95%": lambda one: "-" if one["band"] is None else "{:.4f} to {:.4f}".format(
             *one["band"]),
         "longest process": lambda one: f"{one['longest_life']['minutes']:g} min, {one['longest_life']['steps']} steps",
