@@ -31,7 +31,7 @@ from rich.table import Table
 
 from benchmarks.common import REPOSITORY, free_port
 from ds_hybridep.commands.record import format_run_record
-from ds_hybridep.commands.show import write_page
+from ds_hybridep.commands.run_page import write_run_page
 from ds_hybridep.lab.launcher import RankProcesses
 from ds_hybridep.lab.network import EmulatedNetwork, why_not_permitted
 from ds_hybridep.lab.topology import LinkSpec, Topology, parse_rate
@@ -120,7 +120,7 @@ def run(args: argparse.Namespace) -> int:
         console.print("MB: counted by ds_hybridep; for EP over both datacentres those of its tokens alone.")
     detail = format_run_record(record)
     console.print("\nThe third one in detail:", detail, sep="\n\n", markup=False, soft_wrap=True)
-    write_page(args.out / "report.html", detail)
+    write_run_page(args.out / "report.html", record)
     console.print(f"\nAs a page: {args.out / 'report.html'}", soft_wrap=True)
     return 0
 

@@ -17,6 +17,8 @@ WAITS = {  # term of the stream model -> kind under which a rank counts its wait
     "dense_sync_s": "dense",  # includes the waits of "expert_sync_s"
 }
 SHARED = "dense_sync_s", "expert_sync_s"  # ranks count these two terms as one kind
+LINK_TITLE = "connections of rank 0 since the start"
+LOAD_TITLE = "rows of the fullest over the mean"
 CODEC_TITLE = "encoded, MB per step of all ranks, ratios to fp32, relative error of replicas; times per step and rank"
 SHARED_WORDS = "sums and gathers of what several ranks hold"
 
@@ -34,19 +36,11 @@ def format_run_record(record: Mapping[str, Any]) -> str:
     Bytes are sums over all ranks and steps; exposed seconds are means over ranks, summed over steps.
     """
     steps, levels = record["steps"], record["levels"]
-    kinds = list(levels[0]["sent_bytes"])
-    rows = [["level", *(kind.replace("_", " ") for kind in kinds), "sum", "plain EP", "of plain EP"]]
-    for level in levels:
-        sent, plain_ep_bytes = level["sent_bytes"], level["plain_ep_bytes"]
-        total = sum(num_bytes or 0 for num_bytes in sent.values())
-        share = f"{(total - (sent['dense'] or 0)) / plain_ep_bytes:.0%}" if plain_ep_bytes else MISSING
-        cells = [NOT_COUNTED if sent[kind] is None else _megabytes(sent[kind] / steps) for kind in kinds]
-        rows.append([level["name"], *cells, _megabytes(total / steps), _megabytes(plain_ep_bytes / steps), share])
     step_s = record.get("step_s")
     took = f", {1e3 * step_s:.0f} ms each" if step_s else ""
     sections = [
         f"MB sent per step, {record['world_size']} ranks together, mean of {steps} steps{took}",
-        aligned(rows),
+        aligned(level_rows(record)),
         "time a rank waited for them, mean per step: "
         + ", ".join(
             f"{kind.replace('_', ' ')} {1e3 * seconds / steps:.1f} ms"
@@ -56,17 +50,13 @@ def format_run_record(record: Mapping[str, Any]) -> str:
     ]
     if in_a_row := [f"{level['name']} {level['waits'] / steps:.1f}" for level in levels if "waits" in level]:
         sections.append(f"waits in a row over each level, mean per step: {', '.join(in_a_row)}")
-    slowest = record.get("slowest")
-    if slowest is not None and slowest["others_waited_s"] > 0:
-        own, others = 1e3 * slowest["waited_s"], 1e3 * slowest["others_waited_s"]
-        sections.append(
-            f"slowest: rank {slowest['rank']}, which waited {own:.1f} ms per step; the others waited {others:.1f} ms"
-        )
+    if slowest := slowest_rank(record):
+        sections.append(slowest)
     for title, rows in (
         site_table(record),
-        ("connections of rank 0 since the start", _link_rows(record)),
-        ("rows of the fullest over the mean", _load_rows(record)),
-        (CODEC_TITLE, _codec_rows(record)),
+        (LINK_TITLE, link_rows(record)),
+        (LOAD_TITLE, load_rows(record)),
+        (CODEC_TITLE, codec_rows(record)),
     ):
         sections += [title, aligned(rows)] if len(rows) > 1 else []
     if record.get("planning") is not None:
@@ -74,6 +64,29 @@ def format_run_record(record: Mapping[str, Any]) -> str:
     elif "plan" in record:
         sections.append(f"plan: {record['plan']}")
     return "\n\n".join(sections)
+
+
+def level_rows(record: Mapping[str, Any]) -> list[list[str]]:
+    """A row of titles, then a row for each level: megabytes per step by kind, their sum, and beside plain EP."""
+    steps, levels = record["steps"], record["levels"]
+    kinds = list(levels[0]["sent_bytes"])
+    rows = [["level", *(kind.replace("_", " ") for kind in kinds), "sum", "plain EP", "of plain EP"]]
+    for level in levels:
+        sent, plain_ep_bytes = level["sent_bytes"], level["plain_ep_bytes"]
+        total = sum(num_bytes or 0 for num_bytes in sent.values())
+        share = f"{(total - (sent['dense'] or 0)) / plain_ep_bytes:.0%}" if plain_ep_bytes else MISSING
+        cells = [NOT_COUNTED if sent[kind] is None else _megabytes(sent[kind] / steps) for kind in kinds]
+        rows.append([level["name"], *cells, _megabytes(total / steps), _megabytes(plain_ep_bytes / steps), share])
+    return rows
+
+
+def slowest_rank(record: Mapping[str, Any]) -> str:
+    """A line about the rank that waited least; empty if it is not known, or if nobody waited."""
+    slowest = record.get("slowest")
+    if slowest is None or slowest["others_waited_s"] <= 0:
+        return ""
+    own, others = 1e3 * slowest["waited_s"], 1e3 * slowest["others_waited_s"]
+    return f"slowest: rank {slowest['rank']}, which waited {own:.1f} ms per step; the others waited {others:.1f} ms"
 
 
 def site_table(record: Mapping[str, Any]) -> tuple[str, list[list[str]]]:
@@ -94,7 +107,7 @@ def site_table(record: Mapping[str, Any]) -> tuple[str, list[list[str]]]:
     return title, rows
 
 
-def _link_rows(record: Mapping[str, Any]) -> list[list[str]]:
+def link_rows(record: Mapping[str, Any]) -> list[list[str]]:
     """A row of titles, then a row for each rank that rank 0 is connected with."""
     rows = [["rank", "state", "sent, MB", "received, MB", "round trip", "sent again", "reconnects"]]
     for peer in record.get("link", ()):
@@ -106,7 +119,7 @@ def _link_rows(record: Mapping[str, Any]) -> list[list[str]]:
     return rows
 
 
-def _load_rows(record: Mapping[str, Any]) -> list[list[str]]:
+def load_rows(record: Mapping[str, Any]) -> list[list[str]]:
     """A row of titles, then a row for each layer whose rows were counted."""
     rows = [["layer", "rank", "expert"]]
     has_hot = any("hot_experts" in layer for layer in record["layers"])
@@ -123,7 +136,7 @@ def _load_rows(record: Mapping[str, Any]) -> list[list[str]]:
     return rows
 
 
-def _codec_rows(record: Mapping[str, Any]) -> list[list[str]]:
+def codec_rows(record: Mapping[str, Any]) -> list[list[str]]:
     """A row of titles, then a row for each layer that has codecs."""
     steps = record["steps"]
     rows = [["layer", "weights", "ratio", "error", "gradients", "ratio", "residual", "encode", "decode", "waited"]]
@@ -149,16 +162,22 @@ def explain_plan(planning: Mapping[str, Any]) -> str:
     exchange, its sums and gathers) cannot be measured: the table shows "-" or "not counted". "All else" is the rest
     of the step.
     """
+    return "\n".join([*plan_lines(planning), "", aligned(term_rows(planning))])
+
+
+def plan_lines(planning: Mapping[str, Any]) -> list[str]:
+    """The plan, its reason, the runner-up, and how the plan has changed."""
     lines = [f"plan: {planning['plan'] or 'settings given by hand'}", f"because: {planning['reason']}"]
     if planning["runner_up"] is not None:
         seconds = _seconds(planning["runner_up_s"])
         lines.append(f"runner-up at the last look: {planning['runner_up']}, {seconds} s expected")
     changes = [f"  step {entry['step']}: {entry['to']} ({entry['reason']})" for entry in planning["history"]]
     lines += ["changes of plan:", *changes] if changes else []
-    return "\n".join([*lines, "", _terms_table(planning)])
+    return lines
 
 
-def _terms_table(planning: Mapping[str, Any]) -> str:
+def term_rows(planning: Mapping[str, Any]) -> list[list[str]]:
+    """A row of titles, then what was predicted and measured for each term of the step, and for the step."""
     predicted, waited_s = planning["predicted"] or {}, planning["measured"]["waited_s"]
     terms = dict(predicted.get("terms_s", {}))
     dense, experts = SHARED
@@ -177,8 +196,7 @@ def _terms_table(planning: Mapping[str, Any]) -> str:
             rows.append([SHARED_WORDS if term == dense else words, _seconds(expected_s), measured])
     step_s = planning["measured_step_s"]
     rows.append(["all else", MISSING, _seconds(None if step_s is None else step_s - known_s)])
-    rows.append(["the step", _seconds(predicted.get("step_s")), _seconds(step_s)])
-    return aligned(rows)
+    return [*rows, ["the step", _seconds(predicted.get("step_s")), _seconds(step_s)]]
 
 
 def _seconds(value: float | None) -> str:
