@@ -3,6 +3,7 @@
 
     make demo
     make demo SITES=1       a fourth way: a job for each datacentre
+    python -m benchmarks demo --report benchmarks/results/demo.jsonl
 
 Four ranks in two datacentres run `examples/train_lm.py`, unchanged; only the ds_config and the size of the
 expert-parallel group differ.  Where this machine does not permit emulated links, the ranks run side by side without a
@@ -27,14 +28,14 @@ from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-from rich.table import Table
 
-from benchmarks.common import REPOSITORY, free_port
+from benchmarks.common import REPOSITORY, Record, Records, free_port
 from ds_hybridep.commands.record import format_run_record
 from ds_hybridep.commands.run_page import write_run_page
 from ds_hybridep.lab.launcher import RankProcesses
 from ds_hybridep.lab.network import EmulatedNetwork, why_not_permitted
 from ds_hybridep.lab.topology import LinkSpec, Topology, parse_rate
+from ds_hybridep.plan.summary import aligned
 
 DATACENTRES = Topology(2, 2)
 WARM_UP_STEPS = 5  # not in the median step time of `train_lm.py`, nor in the bytes
@@ -76,11 +77,13 @@ class Run:
     valid_loss: float
 
 
+OURS = "ds_hybridep"
+COUNTED = f"MB: counted by {OURS}; for EP over both datacentres those of its tokens alone."
 MEETING_PORT = 29400  # on an emulated host
 WAYS = (
     Way("DeepSpeed, EP over both datacentres", "plain_ep.json"),
     Way("DeepSpeed, EP inside each datacentre", "plain_ep.json", ("--ep-size", "2")),
-    Way("ds_hybridep", "two_dcs_2x2.json"),
+    Way(OURS, "two_dcs_2x2.json"),
 )
 BY_SITES = Way("ds_hybridep, a job per datacentre", "two_dcs_2x2.json", ("--ep-size", "2"), ("a", "b"))
 
@@ -88,18 +91,18 @@ BY_SITES = Way("ds_hybridep, a job per datacentre", "two_dcs_2x2.json", ("--ep-s
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--steps", type=int, default=25, help="optimizer steps of each run (default 25)")
     parser.add_argument("--wan", default="50mbit", metavar="RATE", help="of the slow link (default 50mbit)")
-    parser.add_argument("--out", type=Path, default=REPOSITORY / "runs" / "demo", help="for logs and the record")
+    parser.add_argument("--folder", type=Path, default=REPOSITORY / "runs" / "demo", help="for logs and the page")
     parser.add_argument("--sites", action="store_true", help="train with a job for each datacentre too")
 
 
-def run(args: argparse.Namespace) -> int:
+def run(args: argparse.Namespace, records: Records) -> int:
     if args.steps <= WARM_UP_STEPS:
         raise SystemExit(f"--steps: got {args.steps}, wanted more than {WARM_UP_STEPS}, which warm up")
     links = LinkSpec(wan_bits_per_s=parse_rate(args.wan, "--wan"))
     console = Console(highlight=False)
     reason = why_not_permitted(with_delay=False)
     environment = demo_environment()
-    args.out.mkdir(parents=True, exist_ok=True)
+    args.folder.mkdir(parents=True, exist_ok=True)
     build_ops(environment, console)
     if reason is None:
         console.print(f"4 ranks in 2 datacentres, joined by {args.wan}; {args.steps} steps each")
@@ -112,16 +115,17 @@ def run(args: argparse.Namespace) -> int:
         if one is None:
             return 1
         runs.append(one)
-    record = json.loads((args.out / "run.json").read_text())
+    record = json.loads((args.folder / "run.json").read_text())
     if reason is not None:
         runs = with_counted_bytes(runs, record)
-    console.print(table_of(runs, is_timed=reason is None))
-    if reason is not None:
-        console.print("MB: counted by ds_hybridep; for EP over both datacentres those of its tokens alone.")
-    detail = format_run_record(record)
-    console.print("\nThe third one in detail:", detail, sep="\n\n", markup=False, soft_wrap=True)
-    write_run_page(args.out / "report.html", record)
-    console.print(f"\nAs a page: {args.out / 'report.html'}", soft_wrap=True)
+    for one in runs:
+        about = {"way": one.title, "wan": args.wan if reason is None else None, "steps": args.steps}
+        measured = {"step_s": one.step_s, "uplink_bytes": one.uplink_bytes}
+        detail = {"record": record} if one.title == OURS else {}
+        records.add(about, **measured, loss=one.loss, valid_loss=one.valid_loss, **detail)
+    write_run_page(args.folder / "report.html", record)
+    console.print("", f"{OURS} in detail:", format_run_record(record), sep="\n\n", markup=False, soft_wrap=True)
+    console.print(f"\nAs a page: {args.folder / 'report.html'}\n", soft_wrap=True)
     return 0
 
 
@@ -221,12 +225,12 @@ def train(
     columns = TextColumn("{task.description:38}"), BarColumn(), MofNCompleteColumn(), TextColumn("steps")
     uplink_bytes: dict[int, int] = {}  # by steps done
     with ExitStack() as stack:
-        point = stack.enter_context(meeting_point(args.out, network, environment)) if way.sites else {}
-        jobs = jobs_of(way, number, args.out, args.steps, point)
+        point = stack.enter_context(meeting_point(args.folder, network, environment)) if way.sites else {}
+        jobs = jobs_of(way, number, args.folder, args.steps, point)
         started = [
             stack.enter_context(
                 RankProcesses(
-                    network, job.command, num_ranks=len(job.hosts), log_dir=args.out / job.name,
+                    network, job.command, num_ranks=len(job.hosts), log_dir=args.folder / job.name,
                     first_host=job.hosts[0], environment={**environment, **job.environment},
                 )
             )
@@ -298,15 +302,27 @@ def has_ended(log: Path, limit_s: float = 10.0) -> bool:
     return True
 
 
-def table_of(runs: list[Run], *, is_timed: bool) -> Table:
-    table = Table(title="the same training in several ways")
-    table.add_column("")
-    for column in ("step", "speed-up", "MB over the link per step", "loss", "validation loss"):
-        table.add_column(column, justify="right")
-    for run in runs:
-        speed_up = f"{runs[0].step_s / run.step_s:.1f}x" if is_timed else "-"
-        megabytes = "-" if run.uplink_bytes is None else f"{run.uplink_bytes / 1e6:.2f}"
-        table.add_row(
-            run.title, f"{run.step_s:.2f} s", speed_up, megabytes, f"{run.loss:.4f}", f"{run.valid_loss:.4f}"
-        )
-    return table
+def report(records: list[Record], args: argparse.Namespace) -> str:
+    """The ways beside each other, and one speed-up: over the best row of DeepSpeed, with its loss."""
+    params, is_timed = records[0]["params"], records[0]["params"]["wan"] is not None
+    rows = [["the same training", "step", "MB per step", "loss", "validation loss"]]
+    for one in records:
+        megabytes = "-" if one["uplink_bytes"] is None else f"{one['uplink_bytes'] / 1e6:.2f}"
+        losses = [f"{one[name]:.4f}" for name in ("loss", "valid_loss")]
+        rows.append([one["params"]["way"], f"{one['step_s']:.2f} s", megabytes, *losses])
+    link = f"joined by {params['wan']}" if is_timed else "without a slow link between them"
+    lines = [f"4 ranks in 2 datacentres {link}; {params['steps']} steps from scratch, one seed", "", aligned(rows), ""]
+    lines.append("MB: of one datacentre, over the link." if is_timed else COUNTED)
+    return "\n".join([*lines, *conclusion(records, is_timed=is_timed)])
+
+
+def conclusion(records: list[Record], *, is_timed: bool) -> list[str]:
+    """The speed-up if steps were timed over a slow link, and what happened to the loss."""
+    (ours,) = (one for one in records if one["params"]["way"] == OURS)
+    theirs = [one for one in records if one["params"]["way"].startswith("DeepSpeed")]
+    best = min(theirs, key=lambda one: float(one["step_s"]))
+    gap = ours["valid_loss"] / best["valid_loss"] - 1
+    loss = f"Its validation loss after {ours['params']['steps']} steps of one seed, over that row's: {gap:+.2%}."
+    if not is_timed:
+        return ["Step times say nothing here.", loss]
+    return [f"{OURS} is {best['step_s'] / ours['step_s']:.1f} times as fast as {best['params']['way']}.", loss]

@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The demo, with few steps."""
 
+import argparse
 import importlib
+import json
 import sys
 from pathlib import Path
 
@@ -15,11 +17,53 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 @pytest.mark.dist
 @pytest.mark.timeout(900)
 def test_the_demo_compares_all_ways_and_shows_the_record(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "benchmarks", "demo", "--sites", "--steps", "7", "--out", str(tmp_path)]
+    command = [sys.executable, "-m", "benchmarks", "demo", "--sites", "--steps", "7", "--folder", str(tmp_path)]
     said = output_of(command, REPOSITORY, 800)
     for way in ("EP over both datacentres", "EP inside each datacentre", "ds_hybridep", "a job per"):
         assert way in said
     assert "MB sent per step, 4 ranks together" in said
+    assert "of one seed, over that row's: " in said.splitlines()[-1]
+    assert "A run with ds_hybridep" in (tmp_path / "report.html").read_text()
+
+
+def said_of(monkeypatch: pytest.MonkeyPatch, step_s: tuple[float, float, float], wan: str | None) -> str:
+    monkeypatch.syspath_prepend(REPOSITORY)
+    demo = importlib.import_module("benchmarks.demo")
+    losses = (3.0, 3.0, 3.03)
+    records = [
+        {"params": {"way": way.title, "wan": wan, "steps": 25}, "step_s": seconds, "uplink_bytes": 1e6,
+         "loss": loss, "valid_loss": loss}
+        for way, seconds, loss in zip(demo.WAYS, step_s, losses, strict=True)
+    ]  # fmt: skip
+    return str(demo.report(records, argparse.Namespace()))
+
+
+def test_the_speed_up_is_over_the_best_row_and_its_loss_is_beside_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    said = said_of(monkeypatch, (8.0, 2.0, 0.5), "50mbit").splitlines()
+    assert said[0] == "4 ranks in 2 datacentres joined by 50mbit; 25 steps from scratch, one seed"
+    assert said[-2:] == [
+        "ds_hybridep is 4.0 times as fast as DeepSpeed, EP inside each datacentre.",
+        "Its validation loss after 25 steps of one seed, over that row's: +1.00%.",
+    ]
+    assert max(map(len, said)) <= 100
+    other = said_of(monkeypatch, (1.0, 2.0, 0.5), "50mbit")
+    assert "is 2.0 times as fast as DeepSpeed, EP over both datacentres." in other
+    assert other.count(" times as fast") == 1
+
+
+def test_without_a_slow_link_there_is_no_speed_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    said = said_of(monkeypatch, (8.0, 2.0, 0.5), None)
+    assert "times as fast" not in said
+    assert "Step times say nothing here." in said
+
+
+def test_readme_says_what_the_record_of_the_demo_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(REPOSITORY)
+    lines = (REPOSITORY / "benchmarks" / "results" / "demo.jsonl").read_text().splitlines()
+    said = importlib.import_module("benchmarks.demo").report([json.loads(line) for line in lines], None)
+    readme = " ".join((REPOSITORY / "README.md").read_text().split())
+    for sentence in said.splitlines()[-2:]:
+        assert sentence in readme
 
 
 def test_where_no_interface_counts_the_report_does(monkeypatch: pytest.MonkeyPatch) -> None:

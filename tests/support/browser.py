@@ -22,7 +22,7 @@ onload = () => {{
   const all = [...inside.body.querySelectorAll("*")].filter(one => one.getClientRects().length);
   const style = inside.defaultView.getComputedStyle(inside.body);
   document.querySelector("#measured").textContent = JSON.stringify({{
-    width: root.clientWidth, needed: root.scrollWidth, height: root.scrollHeight,
+    width: root.clientWidth, needed: root.scrollWidth, height: Math.ceil(inside.body.getBoundingClientRect().bottom),
     ink: style.color, ground: style.backgroundColor, font_px: parseFloat(style.fontSize),
     outside: all.filter(one => one.getBoundingClientRect().right > root.clientWidth + 0.5
       || (one.clientWidth && one.scrollWidth > one.clientWidth + 1)).map(one => one.outerHTML.slice(0, 200)),
