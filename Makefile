@@ -19,7 +19,7 @@ BIN = $(abspath $(VENV))/bin
 export TORCH_EXTENSIONS_DIR = $(CURDIR)/.cache/torch_extensions
 export PATH := $(BIN):$(PATH)
 
-.PHONY: help demo gpu test test-repeat test-faults test-gpu test-slow test-clients test-versions check fmt bench reference release clean
+.PHONY: help demo gpu test test-repeat test-faults test-gpu test-slow test-clients test-versions check fmt bench pictures reference release clean
 .DEFAULT_GOAL := help
 
 help:
@@ -35,6 +35,7 @@ help:
 	@echo "make check      lint, format, types, import order"
 	@echo "make fmt        format, and fix what can be fixed"
 	@echo "make bench      lists the measuring programs; NAME='e2e --help' runs one"
+	@echo "make pictures   plots and screens of docs/images anew from the records; needs matplotlib and Chromium"
 	@echo "make reference  the reference of the Python interface, in build/reference"
 	@echo "make release    check version, changelog and tag, and build what is to be uploaded, in dist"
 	@echo "make clean      remove what the others made, .venv too"
@@ -92,6 +93,15 @@ fmt: $(INSTALLED)
 
 bench: $(INSTALLED)
 	@$(BIN)/python -m benchmarks $(NAME)
+
+# From the same records come the same plots, if matplotlib is the same.
+pictures: $(INSTALLED)
+	@$(BIN)/python -m benchmarks e2e --report benchmarks/results/e2e-slower-machine.jsonl --plots docs/images > /dev/null
+	@$(BIN)/python -m benchmarks losses --report benchmarks/results/losses-integers.jsonl --plot docs/images/losses.svg
+	@$(BIN)/python -m benchmarks equal-bytes --report benchmarks/results/equal-bytes.jsonl --plot docs/images/equal-bytes.svg
+	@$(BIN)/python -m benchmarks scale --report benchmarks/results/scale.jsonl --plots docs/images > /dev/null
+	@$(BIN)/python .ci/pictures.py
+	@$(BIN)/python .ci/drawings.py
 
 reference: $(INSTALLED)
 	@DS_ACCELERATOR=cpu $(BIN)/python .ci/reference.py build/reference

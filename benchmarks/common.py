@@ -42,6 +42,11 @@ T_95 = (
     6.314, 2.920, 2.353, 2.132, 2.015, 1.943, 1.895, 1.860, 1.833, 1.812,
     1.796, 1.782, 1.771, 1.761, 1.753, 1.746, 1.740, 1.734, 1.729, 1.725,
 )  # fmt: skip
+# The same, two-sided.
+T_975 = (
+    12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228,
+    2.201, 2.179, 2.160, 2.145, 2.131, 2.120, 2.110, 2.101, 2.093, 2.086,
+)  # fmt: skip
 
 Record = dict[str, Any]
 
@@ -130,10 +135,15 @@ def plain_numbers(axes: Any) -> None:
         axis.set_minor_locator(ticker.NullLocator())
 
 
-def save_figure(figure: Any, path: Path) -> None:
-    """The same file from the same records."""
+OKABE_ITO = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#666666")  # told apart by people who see few colours
+
+
+def save_figure(figure: Any, path: Path, caption: str = "") -> None:
+    """The same file from the same records.  caption: the conditions, below the axes."""
     from matplotlib import pyplot
 
+    if caption:
+        figure.supxlabel(caption, x=0.01, ha="left", fontsize=8, color="#444444")
     for axes in figure.axes:
         axes.spines[["top", "right"]].set_visible(False)
     figure.tight_layout()
@@ -164,10 +174,21 @@ def interleaved(names: Sequence[str], num_rounds: int) -> list[tuple[str, ...]]:
 def ratio(samples: Sequence[float], baseline: Sequence[float], seed: int = 0) -> Ratio:
     """Samples over baseline, paired by round."""
     ratios = [a / b for a, b in zip(samples, baseline, strict=True)]
+    return Ratio(statistics.median(ratios), *median_95(ratios, seed))
+
+
+def margin_95(values: Sequence[float]) -> float:
+    """Half the width of the two-sided 95% interval of the mean, from Student's t; inf for one value."""
+    if len(values) < 2:
+        return math.inf
+    return T_975[min(len(values) - 1, len(T_975)) - 1] * statistics.stdev(values) / math.sqrt(len(values))
+
+
+def median_95(samples: Sequence[float], seed: int = 0) -> tuple[float, float]:
+    """A 95% bootstrap interval of the median."""
     generator = random.Random(seed)
-    medians = sorted(statistics.median(generator.choices(ratios, k=len(ratios))) for _ in range(NUM_RESAMPLES))
-    low, high = medians[int(0.025 * NUM_RESAMPLES)], medians[int(0.975 * NUM_RESAMPLES) - 1]
-    return Ratio(statistics.median(ratios), low, high)
+    medians = sorted(statistics.median(generator.choices(samples, k=len(samples))) for _ in range(NUM_RESAMPLES))
+    return medians[int(0.025 * NUM_RESAMPLES)], medians[int(0.975 * NUM_RESAMPLES) - 1]
 
 
 def upper_95(values: Sequence[float]) -> float:

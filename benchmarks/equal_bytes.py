@@ -35,10 +35,12 @@ from benchmarks import training
 from benchmarks.codecs import balanced, low_rank
 from benchmarks.common import (
     JOB_FOLDER,
+    OKABE_ITO,
     REPOSITORY,
     Record,
     Records,
     free_port,
+    margin_95,
     new_figure,
     plain_numbers,
     save_figure,
@@ -300,31 +302,37 @@ def gaps_of(records: list[Record]) -> Gaps:
     return found
 
 
-FAMILIES = {  # names of cases -> label, color
-    r"ours, r.*": ("ours, every step", "#1b7837"),
-    r"ours, sites, H \d+, recommended": ("ours, local steps, encoded", "#7fbf7b"),
-    r"DiLoCo, .*": ("DiLoCo", "#2166ac"),
-    r"PowerSGD.*": ("PowerSGD", "#b2182b"),
-    r"DeMo.*": ("DeMo", "#e08214"),
+FAMILIES = {  # names of cases -> label
+    r"ours, r.*": "ours, every step",
+    r"ours, sites, H \d+, recommended": "ours, local steps, encoded",
+    r"PowerSGD.*": "PowerSGD",
+    r"DeMo.*": "DeMo",
+    r"DiLoCo, .*": "DiLoCo",
 }
 
 
 def plot(found: Gaps, path: Path) -> None:
     """Loss over exact against bytes, for both phases."""
-    figure, axes = new_figure(1, 2, figsize=(11, 4))
+    figure, axes = new_figure(1, 2, figsize=(11, 4.6))
     for axis, (phase, title) in zip(axes, (("scratch", "from scratch"), ("tune", "fine-tuning")), strict=True):
-        for pattern, (label, color) in FAMILIES.items():
+        for (pattern, label), color in zip(FAMILIES.items(), OKABE_ITO, strict=True):
             points = sorted(
-                (sent / 1e3, 100 * statistics.fmean(gaps))
+                (sent / 1e3, 100 * statistics.fmean(gaps), 100 * margin_95(gaps))
                 for (of, name), (sent, _, gaps) in found.items()
                 if of == phase and re.fullmatch(pattern, name)
             )
             if points:
-                axis.plot(*zip(*points, strict=True), marker="o", color=color, label=label, linewidth=1.5)
+                sent_kb, means, margins = zip(*points, strict=True)
+                style = {"marker": "o", "markersize": 4, "capsize": 3, "linewidth": 1.5}
+                axis.errorbar(sent_kb, means, yerr=margins, color=color, label=label, **style)
         axis.axhline(0, color="gray", linewidth=0.8)
         axis.set(xscale="log", xlabel="kB that a rank sends per step", title=title)
         plain_numbers(axis)
         axis.set_xticks((1, 10, 100))
     axes[0].set_ylabel("loss over exact, %")
     axes[1].legend(frameon=False)
-    save_figure(figure, path)
+    save_figure(
+        figure, path,
+        "2 datacentres of one CPU rank, 2 layers, hidden 64, fp32, 300 and 150 steps, five seeds; bars: 95% interval "
+        "of the mean. Below 0 in fine-tuning: outer steps act as a larger learning rate.",
+    )  # fmt: skip

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 import ds_hybridep
-from benchmarks.common import Record, Records, run_job, table, upper_95
+from benchmarks.common import OKABE_ITO, Record, Records, margin_95, new_figure, run_job, save_figure, table, upper_95
 from benchmarks.training import SIZES, Job, byte_model, engine_of, loss_on, train_lm, train_step
 
 __all__ = ["Job", "add_arguments", "rank", "report", "run"]
@@ -41,6 +41,7 @@ RATIOS = ("weight_ratio", "gradient_ratio")
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_training_arguments(parser)
     parser.add_argument("--codecs", nargs="+", default=["recommended"], help="or settings of a level as JSON")
+    parser.add_argument("--plot", type=Path, help="with --report: an SVG file of the gaps")
 
 
 def add_training_arguments(parser: argparse.ArgumentParser, dtype: str = "bf16") -> None:
@@ -147,5 +148,42 @@ def report(records: list[Record], args: argparse.Namespace) -> str:
         upper = upper_95(found)
         bound = "" if math.isinf(upper) else f"{upper:+.3%}"
         rows.append([*key, *ratios, share, len(found), f"{statistics.fmean(found):+.3%}", bound])
+    if getattr(args, "plot", None) is not None:
+        plot(gaps, args.plot)
     header = ("layout", "dtype", "hidden", "phase", "steps", "codecs", "weights", "gradients", "share of a step")
     return table((*header, "seeds", "mean gap", "upper 95% bound"), rows)
+
+
+PANELS = {"scratch": "from scratch, {} steps", "tune": "fine-tuning, {} steps"}
+
+
+def plot(gaps: Mapping[tuple[Any, ...], list[float]], path: Path) -> None:
+    """The gap of each seed, their mean and its 95% interval, for both phases.  gaps: by what `report` lists."""
+    about = sorted({(dtype, hidden, codecs) for _, dtype, hidden, _, _, codecs in gaps})
+    steps_of = {phase: steps for _, _, _, phase, steps, _ in gaps}
+    figure, axes = new_figure(1, 2, figsize=(11, 1.5 + 0.55 * len(about)), sharey=True)
+    for axis, (phase, title) in zip(axes, PANELS.items(), strict=True):
+        for place, key in enumerate(about):
+            of_case = {(*case[1:3], case[5]): found for case, found in gaps.items() if case[3] == phase}
+            percent, color = [100 * gap for gap in of_case[key]], OKABE_ITO[place % len(OKABE_ITO)]
+            mean, margin = statistics.fmean(percent), margin_95(percent)
+            axis.errorbar(mean, place, xerr=margin, fmt="o", color=color, capsize=4, linewidth=2)
+            axis.plot(percent, [place + 0.25] * len(percent), "|", color=color, alpha=0.7)
+        axis.axvline(0, color="gray", linewidth=0.8)
+        axis.set(title=title.format(steps_of[phase]), xlabel="held-out loss over the exact run's, %")
+    axes[0].set_yticks(range(len(about)), [label_of(*key) for key in about])
+    axes[0].set_ylim(len(about) - 0.4, -0.6)
+    seeds = sorted({len(found) for found in gaps.values()})
+    save_figure(
+        figure, path,
+        f"4 CPU ranks, 2 layers, domains over both datacentres, encoded, paired with exact runs of the same seed "
+        f"({' or '.join(map(str, seeds))} seeds).\nDot and bar: mean and its 95% interval; strokes: seeds. Each panel has "
+        "a scale of its own.",
+    )  # fmt: skip
+
+
+def label_of(dtype: str, hidden: int, codecs: str) -> str:
+    """A case in words.  codecs: "recommended", or settings of a level as JSON."""
+    if codecs == "recommended":
+        return f"{dtype}, hidden {hidden}, recommended"
+    return f"{dtype}, hidden {hidden}, ratio {json.loads(codecs)['gradient_codec']['ratio']}"

@@ -358,7 +358,7 @@ def plot_sweeps(records: Sequence[Record], path: Path, gbps: float = 10.0) -> No
         axes.plot([one["dcs"] for one in chosen], gains, "o-", color=color, linewidth=2)
         axes.annotate(label, (1120, gains[-1] * height), color=color, va="center", fontsize=9)
     in_80_gb = {one["dcs"]: one["gains"][IN_80_GB] for one in chosen}
-    title = f"In 80 GB: {in_80_gb[64]:.1f}x at 64 datacentres, {in_80_gb[1000]:.2f}x at 1000"
+    title = f"Simulated, in 80 GB: {in_80_gb[64]:.1f}x at 64 datacentres, {in_80_gb[1000]:.2f}x at 1000"
     figure.suptitle(title, x=0.01, ha="left", weight="bold")
     axes.set(xscale="log", yscale="log", xlabel=f"datacentres, each with one GPU and {gbps:g} Gbit/s")
     axes.set(ylabel="speed-up over flat EP", xlim=(3.6, 4500), ylim=(0.8, 11))
