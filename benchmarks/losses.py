@@ -177,8 +177,8 @@ def plot(gaps: Mapping[tuple[Any, ...], list[float]], path: Path) -> None:
     save_figure(
         figure, path,
         f"4 CPU ranks, 2 layers, domains over both datacentres, encoded, paired with exact runs of the same seed "
-        f"({' or '.join(map(str, seeds))} seeds).\nDot and bar: mean and its 95% interval; strokes: seeds. Each panel has "
-        "a scale of its own.",
+        f"({' or '.join(map(str, seeds))} seeds).\nDot and bar: mean and its 95% interval; strokes: seeds. Each panel "
+        "has a scale of its own.",
     )  # fmt: skip
 
 

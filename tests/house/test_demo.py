@@ -57,6 +57,30 @@ def test_without_a_slow_link_there_is_no_speed_up(monkeypatch: pytest.MonkeyPatc
     assert "Step times say nothing here." in said
 
 
+def test_a_run_keeps_its_records_and_writes_the_page(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.syspath_prepend(REPOSITORY)
+    demo, program = (importlib.import_module(f"benchmarks.{name}") for name in ("demo", "__main__"))
+    kept = (REPOSITORY / "benchmarks" / "results" / "demo.jsonl").read_text().splitlines()
+    (tmp_path / "run.json").write_text(json.dumps(json.loads(kept[2])["record"]))
+    monkeypatch.setattr(demo, "why_not_permitted", lambda **_: "not here")
+    monkeypatch.setattr(demo, "build_ops", lambda *_: None)
+    monkeypatch.setattr(demo, "train", lambda way, *_: demo.Run(
+        title=way.title, step_s=1.0, uplink_bytes=None, loss=3.0, valid_loss=3.0))  # fmt: skip
+    monkeypatch.setattr(program, "become_root", lambda: None)
+    monkeypatch.delenv("BENCHMARKS_JOB", raising=False)
+    records = tmp_path / "records.jsonl"
+    assert program.main(["demo", "--sites", "--folder", str(tmp_path), "--out", str(records)]) == 0
+    said = capsys.readouterr().out
+    assert "MB sent per step, 4 ranks together" in said
+    assert "Step times say nothing here." in said
+    assert "A run with ds_hybridep" in (tmp_path / "report.html").read_text()
+    found = [json.loads(line) for line in records.read_text().splitlines()]
+    assert [one["params"]["way"] for one in found] == [way.title for way in (*demo.WAYS, demo.BY_SITES)]
+    assert [one["params"]["way"] for one in found if "record" in one] == ["ds_hybridep"]
+
+
 def test_readme_says_what_the_record_of_the_demo_says(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(REPOSITORY)
     lines = (REPOSITORY / "benchmarks" / "results" / "demo.jsonl").read_text().splitlines()
