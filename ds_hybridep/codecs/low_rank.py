@@ -32,8 +32,16 @@ import torch
 from torch import Tensor
 
 from ds_hybridep.codecs.blockwise import Blockwise
-from ds_hybridep.codecs.integer_factors import TINY, cholesky, fixed_normal, read_integers, write_integers
-from ds_hybridep.codecs.interface import Codec, CodecState, assign_or_add
+from ds_hybridep.codecs.integer_factors import (
+    SMALLEST_UNIT,
+    TINY,
+    Divided,
+    cholesky,
+    fixed_normal,
+    read_integers,
+    write_integers,
+)
+from ds_hybridep.codecs.interface import Codec, CodecState
 from ds_hybridep.config_codecs import BlockwiseConfig, LowRankConfig
 from ds_hybridep.geometry.packets import ITERATIONS, LowRankSizes, packets_of
 
@@ -42,9 +50,8 @@ REFRESH_INTERVAL = 64  # steps
 RMS_DECAY = 0.95  # of the mean of squares, each step
 SMALLEST_RMS = 1e-3  # of the largest: smaller rows and columns count as if they had this
 LARGEST_RMS = 1e30  # what is larger counts as this
-SMALLEST_UNIT = 2.0**-100  # in place of zero; far from numbers that some machines take for zero
 START = 0x5EED  # of random numbers
-MOST_ELEMENTS = 2**25  # that are encoded at once; it takes about four times their memory
+MOST_ELEMENTS = {"cpu": 2**21, "cuda": 2**25}  # that are encoded at once; it takes about four times their memory
 RIDGE = 3e-5  # added to the diagonal of a Gram matrix of unit rows: more than rounding can take away
 
 
@@ -124,25 +131,21 @@ class LowRank(Codec):
             before.copy_(torch.where(keeps.view(-1, *[1] * (tensor.dim() - 1)), before, tensor))
         if self.rest is None:
             return is_overflow
-        left = x - read_integers(payload[:, :end], self.effective_rank(x.shape[1], x.shape[2]), *x.shape[1:])
+        left = read_integers(payload[:, :end], self.effective_rank(x.shape[1], x.shape[2]), torch.empty_like(x))
+        left = torch.sub(x, left, out=left)
         return is_overflow | self.rest.encode_payload(left, state, payload[:, end:], is_bad, sizes=None)
 
     def _encode_factors(
         self, x: Tensor, sizes: Tensor, state: CodecState, payload: Tensor
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Write the factors of x to payload.  Returns [n] bool, overflows, and the next tensors of the state."""
-        # Squares of products must stay within fp32; a power of two changes no bits.
-        unit = x.flatten(1).abs().amax(dim=1, keepdim=True).clamp(min=SMALLEST_UNIT).log2().floor().exp2()
         row_weight, col_weight, found = self._weights(sizes, state)
-        row_weight = row_weight * unit
-        x = x / row_weight.unsqueeze(2)
-
+        divided = Divided(x, row_weight, col_weight)
         q = self._start(state, len(x))
         for _ in range(ITERATIONS):
-            p = orthonormal(torch.bmm(q / col_weight.unsqueeze(1), x.mT))
-            q = torch.bmm(p, x) / col_weight.unsqueeze(1)
-        weights = {"row_weight": row_weight, "col_weight": col_weight}
-        q, is_overflow = write_integers(p, q, x, **weights, payload=payload)
+            p = orthonormal(divided.times_rows(q))
+            q = divided.times_cols(p)
+        q, is_overflow = write_integers(p, q, divided, payload=payload)
         is_overflow |= ~q.isfinite().flatten(1).all(dim=1)
         payload.masked_fill_(is_overflow[:, None], 0)  # what it leaves to `rest` must be finite
         return is_overflow, {"q": q, **found}
@@ -173,16 +176,18 @@ class LowRank(Codec):
         end, rank = self.sizes.factors_bytes(rows, cols), self.effective_rank(rows, cols)
         with _in_fp32(out.device):
             for some in _chunks(out):
-                value = read_integers(payload[some, :end], rank, rows, cols)
+                value = torch.empty_like(out[some]) if is_add else out[some]
+                read_integers(payload[some, :end], rank, value)
                 if self.rest is not None:
                     self.rest.decode_payload(payload[some, end:], value, is_add=True)
-                assign_or_add(out[some], value, is_add=is_add)
+                if is_add:
+                    out[some].add_(value)
 
 
 def _chunks(x: Tensor) -> list[slice]:
     """Return parts of x [n, rows, cols] that leave room in memory for a few copies."""
     n, rows, cols = x.shape
-    size = max(MOST_ELEMENTS // (rows * cols), 1)
+    size = max(MOST_ELEMENTS.get(x.device.type, MOST_ELEMENTS["cuda"]) // (rows * cols), 1)
     return [slice(begin, begin + size) for begin in range(0, n, size)]
 
 
@@ -197,8 +202,9 @@ def orthonormal(p: Tensor) -> Tensor:
 
     This is Cholesky's method.  Rows that depend on others become shorter: they are what rounding has left of them.
     """
-    p = p / p.square().sum(dim=2, keepdim=True).sqrt_().clamp_(min=TINY)
     gram = torch.bmm(p, p.mT)
+    unit = gram.diagonal(dim1=1, dim2=2).clamp(min=TINY).rsqrt_()  # times this, rows have norm 1
+    gram.mul_(unit.unsqueeze(1)).mul_(unit.unsqueeze(2))
     gram.diagonal(dim1=1, dim2=2).add_(RIDGE)
-    found: Tensor = torch.linalg.solve_triangular(cholesky(gram), p, upper=False)
-    return found
+    inverse = torch.linalg.solve_triangular(cholesky(gram), torch.diag_embed(unit), upper=False)
+    return torch.bmm(inverse, p)
