@@ -42,6 +42,10 @@ T_95 = (
     6.314, 2.920, 2.353, 2.132, 2.015, 1.943, 1.895, 1.860, 1.833, 1.812,
     1.796, 1.782, 1.771, 1.761, 1.753, 1.746, 1.740, 1.734, 1.729, 1.725,
 )  # fmt: skip
+T_975 = (  # the same, two-sided
+    12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228,
+    2.201, 2.179, 2.160, 2.145, 2.131, 2.120, 2.110, 2.101, 2.093, 2.086,
+)  # fmt: skip
 
 Record = dict[str, Any]
 
@@ -176,6 +180,12 @@ def upper_95(values: Sequence[float]) -> float:
         return math.inf
     margin = T_95[min(len(values) - 1, len(T_95)) - 1] * statistics.stdev(values) / math.sqrt(len(values))
     return statistics.fmean(values) + margin
+
+
+def margin_95(values: Sequence[float]) -> float:
+    """Half of the two-sided 95% interval of the mean, from Student's t."""
+    quantile = T_975[min(len(values) - 1, len(T_975)) - 1]
+    return quantile * statistics.stdev(values) / math.sqrt(len(values))
 
 
 # ---- processes ----
