@@ -103,3 +103,10 @@ def launch_of(answer: Answer) -> list[str]:
     else:  # a launch with a hostfile does not pass the variable on
         jobs = [f'{start.replace("hosts", f"hosts_{name}")}  # "name": "{name}" in "sites"' for name in names]
     return [f"ds_hybridep meet --port {MEETING_PORT} --secret-file secret --folder meeting", *jobs]
+
+
+def reminders_of(answer: Answer) -> list[str]:
+    """Sentences: what no ds_config switches on."""
+    if not answer.question.workload.is_checkpointed:
+        return []
+    return ["Switch activation checkpointing on in your script (Trainer: gradient_checkpointing=True)."]

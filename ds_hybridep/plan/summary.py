@@ -6,7 +6,6 @@ from typing import Any
 
 from ds_hybridep.geometry.cluster import BITS_PER_BYTE, MS_PER_S, Level, known_or_assumed_bandwidths
 from ds_hybridep.plan.answer import TIE, Answer, Candidate
-from ds_hybridep.plan.memory import Memory
 from ds_hybridep.plan.plan import EXACT
 from ds_hybridep.plan.question import Question
 from ds_hybridep.plan.rivals import Alternative, lacking_note
@@ -162,16 +161,22 @@ def describe(answer: Answer, steps: int, price_per_gb: float | None = None) -> s
     """The whole answer as text, without settings to paste: verdict, question, table, memory, hours and money."""
     sections = [
         "\n".join(verdict(answer)),
-        _describe_question(answer.question),
+        describe_question(answer.question),
         _table(answer),
-        f"GB per GPU of {chosen_row(answer).name}: {_describe_memory(answer.chosen_memory)}",
-        *_describe_hot(answer),
-        _describe_bills(answer, steps, price_per_gb),
+        describe_memory(answer),
+        *describe_hot(answer),
+        describe_bills(answer, steps, price_per_gb),
     ]
     return "\n\n".join(sections)
 
 
 def _table(answer: Answer) -> str:
+    text = aligned(table_of(answer), left=(0, 1, 6, 7, 8))
+    return f"{text}\n{num_priced(answer)}" if answer.others else text
+
+
+def table_of(answer: Answer) -> list[list[str]]:
+    """Cells of the table, the header first: mark of the chosen row, name, numbers, training, wait, note, max/mean."""
     outer = answer.question.cluster.levels[0].name
     is_uneven = answer.best.routing.weights is not None
     header = ["", "", "s/step", "tokens/s", "GB/GPU", f"GB/step, {outer} link", "", "waits for", ""]
@@ -180,10 +185,12 @@ def _table(answer: Answer) -> str:
         header.append("max/mean")
         loads = ["" if row.load is None else f"{row.load:.2f}" for row in rows_of(answer)]
         rows = [[*cells, load] for cells, load in zip(rows, loads, strict=True)]
-    text = aligned([header, *rows], left=(0, 1, 6, 7, 8))
-    if answer.others:
-        text += f"\n{len(answer.others) + 1} plans were priced; --json has them all."
-    return text
+    return [header, *rows]
+
+
+def num_priced(answer: Answer) -> str:
+    """A sentence: how many plans the table was chosen from."""
+    return f"{len(answer.others) + 1} plans were priced; --json has them all."
 
 
 def _cells(row: Row) -> list[str]:
@@ -204,7 +211,7 @@ def _cells(row: Row) -> list[str]:
     ]
 
 
-def _describe_bills(answer: Answer, steps: int, price_per_gb: float | None) -> str:
+def describe_bills(answer: Answer, steps: int, price_per_gb: float | None) -> str:
     """Hours and GB of some steps, for the chosen way and for what people have now."""
     now = row_of_way(answer, answer.now)
     lines = []
@@ -219,7 +226,7 @@ def _describe_bills(answer: Answer, steps: int, price_per_gb: float | None) -> s
     return "\n".join(lines)
 
 
-def _describe_hot(answer: Answer) -> list[str]:
+def describe_hot(answer: Answer) -> list[str]:
     """What hot experts the plan has, or that it has none; nothing under even routing."""
     plan, routing, question = answer.best.plan, answer.best.routing, answer.question
     if not question.workload.is_uneven:
@@ -232,7 +239,9 @@ def _describe_hot(answer: Answer) -> list[str]:
     ]
 
 
-def _describe_memory(memory: Memory) -> str:
+def describe_memory(answer: Answer) -> str:
+    """What the chosen way's bytes on a GPU are for."""
+    memory = answer.chosen_memory
     parts = {
         "DeepSpeed's state": memory.dense_bytes + memory.owned_expert_bytes,
         "copies and what codecs keep": memory.copies_bytes,
@@ -240,10 +249,12 @@ def _describe_memory(memory: Memory) -> str:
         "allowance": memory.workspace_bytes,
         "on the host": memory.host_bytes,
     }
-    return ", ".join(f"{name} {num_bytes / GIGA:.1f}" for name, num_bytes in parts.items() if num_bytes)
+    text = ", ".join(f"{name} {num_bytes / GIGA:.1f}" for name, num_bytes in parts.items() if num_bytes)
+    return f"GB per GPU of {chosen_row(answer).name}: {text}"
 
 
-def _describe_question(question: Question) -> str:
+def describe_question(question: Question) -> str:
+    """What was asked: the model, a note on it, the links, the training; a line for each."""
     workload, model = question.workload, question.workload.model
     assumed = known_or_assumed_bandwidths(question.cluster)
     links = []
