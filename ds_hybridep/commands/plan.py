@@ -12,7 +12,7 @@ from ds_hybridep.commands.plan_page import STYLE, body_of, title_of
 from ds_hybridep.errors import ConfigError
 from ds_hybridep.plan.answer import Answer
 from ds_hybridep.plan.paste import ds_config_of, launch_of, reminders_of
-from ds_hybridep.plan.planner import make_plan
+from ds_hybridep.plan.planner import answer_of
 from ds_hybridep.plan.summary import describe, is_for_you, verdict
 from ds_hybridep.plan.sweep import describe_sweep, sweep_json, sweep_wan
 from ds_hybridep.plan.table import bill_of, chosen_row, row_of_way, rows_of
@@ -54,7 +54,7 @@ def run(args: argparse.Namespace) -> int:
         points = sweep_wan(question)
         print(json.dumps({"sweep": sweep_json(points)}, indent=2) if args.json else describe_sweep(question, points))
         return 0
-    answer = make_plan(question)
+    answer = answer_of(question)
     if args.html is not None:
         write_page(args.html, title_of(answer), body_of(answer, args.steps, args.price_per_gb), STYLE)
     if args.json:
@@ -91,6 +91,6 @@ def answer_json(answer: Answer, steps: int = DEFAULT_STEPS, price_per_gb: float 
             name: vars(bill_of(row, answer.question, steps, price_per_gb))
             for name, row in (("chosen", chosen), ("now", now))
         },
-        "ds_config": ds_config_of(answer),
-        "launch": launch_of(answer),
+        "ds_config": None if answer.lacking_bytes else ds_config_of(answer),
+        "launch": None if answer.lacking_bytes else launch_of(answer),
     }

@@ -8,12 +8,13 @@ from ds_hybridep.geometry.cluster import BITS_PER_BYTE, MS_PER_S, Level, known_o
 from ds_hybridep.plan.answer import TIE, Answer, Candidate
 from ds_hybridep.plan.plan import EXACT
 from ds_hybridep.plan.question import Question
-from ds_hybridep.plan.rivals import Alternative, lacking_note
+from ds_hybridep.plan.rivals import Alternative, lacking_note, sites_at
+from ds_hybridep.plan.room import changes_on_as_many_gpus, changes_that_fit
 from ds_hybridep.plan.table import LEAST_WAIT, Row, bill_of, chosen_row, row_of_plan, row_of_way, rows_of
 from ds_hybridep.plan.workload import Workload
 
 GIGA = 1e9
-MOST_WAIT = 0.8  # share of a step; who waits longer should not train like this
+MOST_WAIT = 0.95  # share of a step; who waits longer should not train like this
 MOST_LACKING = 0.75  # of a GPU's memory: the next larger GPU has it
 MUCH_FASTER = 1.5  # times, which is worth more memory
 LEAST_GAIN = 1.1  # times as fast as what people have now; less is not worth the change
@@ -36,13 +37,13 @@ def is_for_you(answer: Answer) -> bool:
     """True if this program trains the model, and clearly faster than what people have now."""
     now = answer.now
     is_faster = not now.is_possible or now.step_s >= LEAST_GAIN * answer.chosen.step_s
-    return is_faster and not _lacks_autoep(answer) and not _only_waits(answer)
+    return is_faster and not answer.lacking_bytes and not _lacks_autoep(answer) and not _only_waits(answer)
 
 
 def _only_waits(answer: Answer) -> bool:
-    """True if nothing that people have fits, and ours fits but waits nearly all the time."""
+    """True if GPUs wait nearly all the time, however much longer they wait in what people have."""
     chosen = chosen_row(answer)
-    return not answer.now.is_possible and chosen.wait_s > MOST_WAIT * chosen.step_s
+    return chosen.wait_s > MOST_WAIT * chosen.step_s
 
 
 def _lacks_autoep(answer: Answer) -> bool:
@@ -60,13 +61,46 @@ def verdict(answer: Answer) -> list[str]:
             "Not for you, because DeepSpeed's AutoEP has no preset for models of this kind. The table says what this "
             "program would bring to the same sizes with layers of deepspeed.moe.layer."
         ]
+    if answer.lacking_bytes:
+        return _does_not_fit(answer)
     if _only_waits(answer):
-        because = "it would hardly compute"
+        because = f"GPUs would compute {1 - chosen_row(answer).wait_s / answer.chosen.step_s:.0%} of the time"
     elif answer.now.step_s <= answer.chosen.step_s * (1 + TIE):
         because = "what you have now is as fast"
     else:
         because = "it gains little"
     return [f"Not for you, because {because}: {_describe_chosen(answer)}, {_beside_now(answer)}", *_notes(answer)]
+
+
+def _does_not_fit(answer: Answer) -> list[str]:
+    """Where nothing of this program fits: what is missing, what fits else, and what to change."""
+    question, memory, now = answer.question, answer.chosen_memory, answer.now
+    pairs = (
+        ("on each GPU", memory.total_bytes, question.memory_bytes),
+        ("on the host for each GPU", memory.host_bytes, question.host_memory_bytes),
+    )
+    missing = " and ".join(
+        f"{needed / GIGA:.1f} GB {where}, which has {limit / GIGA:g}"
+        for where, needed, limit in pairs
+        if limit is not None and needed > limit
+    )
+    lines = [f"Not for you, because it does not fit: {chosen_row(answer).name} needs {missing}, and is the smallest."]
+    if now.is_possible:
+        lines.append(f"Of what you have now, {now.name} fits, {_seconds(now.step_s)}.")
+    else:
+        lines.append(f"Nothing that you have now can do it either: {now.name} {_why_not(now)}.")
+    changes = changes_that_fit(question)
+    if changes:
+        lines.append(f"It fits with {_listed([change.words for change in changes])}.")
+    else:
+        lines.append("Nothing that this program knows makes it fit: take a smaller model, or many more GPUs.")
+    return [*lines, *_elsewhere(answer)]
+
+
+def _listed(words: Sequence[str]) -> str:
+    """a; b; or c."""
+    *first, last = words
+    return f"{'; '.join(first)}; or {last}" if first else last
 
 
 def _beside_now(answer: Answer) -> str:
@@ -104,24 +138,25 @@ def _notes(answer: Answer) -> list[str]:
             f"It waits {chosen.wait_s:.3g} of {chosen.step_s:.3g} s, for {chosen.waits_for} most: the link decides. "
             f"More tokens for each step (--accumulation) or more bandwidth (--sweep wan) help; faster GPUs do not."
         )
-    if (larger := _with_more_memory(answer)) is not None:
-        lines.append(
-            f"With {larger.lacking_bytes / GIGA:.3g} GB more on each GPU: {larger.name}, {_seconds(larger.step_s)}; "
-            f"fewer --tokens or a larger --gpu make room."
-        )
+    lines += _with_more_memory(answer)
     others = [way for way in answer.alternatives if way.is_possible and way is not answer.chosen]
     steps = [way for way in others if way.sites is not None and way.sites.every > 1]
     if steps and steps[0].step_s * LEAST_GAIN < chosen.step_s:
         lines.append(
             f"If local steps, which are another training, are fine: {steps[0].name}, {_seconds(steps[0].step_s)}."
         )
-    elsewhere = answer.better_elsewhere
-    if elsewhere is not None:
-        lines.append(
-            f"Faster where you can have it: {elsewhere.name}, {_seconds(elsewhere.step_s)}, "
-            f"{chosen.step_s / elsewhere.step_s:.3g} times as fast ({elsewhere.note})."
-        )
-    return lines
+    return [*lines, *_elsewhere(answer)]
+
+
+def _elsewhere(answer: Answer) -> list[str]:
+    """The fastest way of another program, where it is faster or all that fits."""
+    elsewhere, step_s = answer.better_elsewhere, answer.chosen.step_s
+    if elsewhere is None:
+        return []
+    what = f"{elsewhere.name}, {_seconds(elsewhere.step_s)}"
+    if answer.lacking_bytes:
+        return [f"Fits where you can have it: {what} ({elsewhere.note})."]
+    return [f"Faster where you can have it: {what}, {step_s / elsewhere.step_s:.3g} times as fast ({elsewhere.note})."]
 
 
 def _encoded_over(answer: Answer) -> str:
@@ -167,7 +202,7 @@ def describe(answer: Answer, steps: int, price_per_gb: float | None = None) -> s
         *describe_hot(answer),
         describe_bills(answer, steps, price_per_gb),
     ]
-    return "\n\n".join(sections)
+    return "\n\n".join(section for section in sections if section)
 
 
 def _table(answer: Answer) -> str:
@@ -216,7 +251,7 @@ def describe_bills(answer: Answer, steps: int, price_per_gb: float | None) -> st
     now = row_of_way(answer, answer.now)
     lines = []
     for what, row in (("this program", chosen_row(answer)), ("now", now)):
-        if row.kind == "now" and not answer.now.is_possible:
+        if row.lacking_bytes or (row.kind == "now" and not answer.now.is_possible):
             continue
         bill = bill_of(row, answer.question, steps, price_per_gb)
         text = f"{steps} steps, {what}: {bill.hours:.3g} hours of {answer.question.cluster.num_ranks} GPUs"
@@ -309,14 +344,24 @@ def aligned(rows: Sequence[Sequence[str]], left: Sequence[int] = (0,)) -> str:
     )
 
 
-def _with_more_memory(answer: Answer) -> Row | None:
+def _with_more_memory(answer: Answer) -> list[str]:
     """The fastest of ours that lacks some memory, if it is the same training and much faster than what fits."""
-    limit = (answer.question.memory_bytes or 0.0) * MOST_LACKING
-    plans = [row_of_plan(answer, one) for one in answer.others if one.lacking_bytes]
-    ways = [row_of_way(answer, way) for way in answer.alternatives if way.sites is not None and way.lacking_bytes]
-    rows = [row for row in (*plans, *ways) if row.training != "local steps" and row.lacking_bytes <= limit]
-    best = min(rows, key=lambda row: row.step_s, default=None)
-    return best if best is not None and MUCH_FASTER * best.step_s < answer.chosen.step_s else None
+    question, limit = answer.question, (answer.question.memory_bytes or 0.0) * MOST_LACKING
+    ways = [way for way in answer.alternatives if way.sites is not None and way.sites.every == 1]
+    found: list[Candidate | Alternative] = [*answer.others, *ways]
+    found = [one for one in found if 0 < one.lacking_bytes <= limit]
+    best = min(found, key=lambda one: one.step_s, default=None)
+    if best is None or MUCH_FASTER * best.step_s >= answer.chosen.step_s:
+        return []
+
+    def lacks(changed: Question) -> float:
+        return changed.memory(best.plan)[1] if isinstance(best, Candidate) else sites_at(changed, 1).lacking_bytes
+
+    row = row_of_plan(answer, best) if isinstance(best, Candidate) else row_of_way(answer, best)
+    changes = changes_on_as_many_gpus(question, lacks)
+    how = f" It fits with {_listed([one.words for one in changes])}." if changes else ""
+    more = f"{best.lacking_bytes / GIGA:.3g} GB more on each GPU"
+    return [f"With {more}: {row.name}, {_seconds(best.step_s)}.{how}"]
 
 
 def _seconds(value: float) -> str:

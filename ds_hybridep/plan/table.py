@@ -64,10 +64,12 @@ def rows_of(answer: Answer) -> list[Row]:
 
 
 def _our_plans(answer: Answer) -> Iterable[Candidate]:
-    """The best plan that loses nothing, and the best one that does."""
+    """The best plan that loses nothing, and the best one that does; where none fits, the one that lacks least."""
     fitting = [one for one in (answer.best, *answer.others) if not one.lacking_bytes]
     exact = [one for one in fitting if not is_lossy(one)]
     lossy = [one for one in fitting if is_lossy(one)]
+    if not fitting:
+        return [answer.best]
     return [answer.best if answer.best in group else group[0] for group in (exact, lossy) if group]
 
 

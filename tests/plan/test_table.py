@@ -69,11 +69,13 @@ def test_what_waits_most_of_the_time_is_said_so():
     assert any("the link decides" in line for line in verdict(answer))
 
 
-def test_a_plan_that_only_waits_is_not_for_you_though_nothing_else_fits():
+def test_a_plan_that_only_waits_is_not_for_you_even_if_all_else_waits_longer_or_does_not_fit():
     answer = make_plan(question_of(gbps=1e-4))
+    assert answer.now.step_s > 2 * answer.chosen.step_s
+    assert verdict(answer)[0].startswith("Not for you, because GPUs would compute 1% of the time: ")
     alone = tuple(replace(way, lacking_bytes=1e9) if way.is_now else way for way in answer.alternatives)
     found = replace(answer, alternatives=alone)
-    assert verdict(found)[0].startswith("Not for you, because it would hardly compute: ")
+    assert verdict(found)[0].startswith("Not for you, because GPUs would compute 1% of the time: ")
     assert "Nothing that you have now can do it" in verdict(found)[0]
 
 
