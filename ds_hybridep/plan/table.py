@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-from ds_hybridep.plan.answer import Answer, Candidate
+from ds_hybridep.plan.answer import TIE, Answer, Candidate
 from ds_hybridep.plan.plan import listed
 from ds_hybridep.plan.question import Question
 from ds_hybridep.plan.rivals import Alternative, Training
@@ -20,6 +20,7 @@ WAITS = {  # terms of a step that are no training arithmetic, in words
     "codec_s": "encoding",
     "host_s": "calls",
 }
+MOST_NOW = 4  # rows of what people have; the table has ten at most
 LEAST_WAIT = 0.05  # share of a step that is worth a word
 
 
@@ -57,20 +58,29 @@ class Row:
 def rows_of(answer: Answer) -> list[Row]:
     """At most ten rows that differ, in the order of the report."""
     ways = answer.alternatives
-    rows = [row_of_way(answer, way) for way in ways if way.is_now]
+    rows = [row_of_way(answer, way) for way in _ways_now(answer)]
     rows += [row_of_plan(answer, one) for one in _our_plans(answer)]
     rows += [row_of_way(answer, way) for way in ways if way.sites is not None]
     return rows + [row_of_way(answer, way) for way in ways if not way.is_provided]
 
 
+def _ways_now(answer: Answer) -> list[Alternative]:
+    """What people have now, without the slowest if there are many."""
+    ways = [way for way in answer.alternatives if way.is_now]
+    best = sorted(ways, key=lambda way: (way is not answer.now, not way.is_possible, way.step_s))[:MOST_NOW]
+    return [way for way in ways if way in best]
+
+
 def _our_plans(answer: Answer) -> Iterable[Candidate]:
-    """The best plan that loses nothing, and the best one that does; where none fits, the one that lacks least."""
+    """The best plan that loses nothing, and the best one that does, if it is faster; if none fits, the smallest."""
     fitting = [one for one in (answer.best, *answer.others) if not one.lacking_bytes]
     exact = [one for one in fitting if not is_lossy(one)]
     lossy = [one for one in fitting if is_lossy(one)]
     if not fitting:
         return [answer.best]
-    return [answer.best if answer.best in group else group[0] for group in (exact, lossy) if group]
+    found = [answer.best if answer.best in group else group[0] for group in (exact, lossy) if group]
+    is_worth_it = len(found) < 2 or found[1].step_s < found[0].step_s * (1 - TIE)
+    return found if is_worth_it else found[:1]
 
 
 def is_lossy(candidate: Candidate) -> bool:

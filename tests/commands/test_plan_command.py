@@ -54,7 +54,7 @@ def test_json_holds_plan_rivals_and_verdict(capsys):
     assert code == 0
     assert answer["plan"]["domain_sizes"] == [2, 1]
     assert sum(answer["plan"]["terms_s"].values()) == pytest.approx(answer["plan"]["step_s"])
-    assert [way["provided"] for way in answer["alternatives"]] == 8 * [True] + 2 * [False]
+    assert [way["provided"] for way in answer["alternatives"]] == 9 * [True] + 2 * [False]
 
 
 def test_json_says_what_the_model_is_what_one_has_now_and_what_it_costs(capsys):
@@ -130,6 +130,17 @@ def test_what_others_fit_is_said_where_nothing_of_ours_does(capsys):
     assert verdict[0].startswith("Not for you, because it does not fit: ")
     assert verdict[1].startswith("Of what you have now, ZeRO-3 or FSDP over all 32 ranks fits, ")
     assert verdict[2].startswith("It fits with --zero-stage 2; ")
+
+
+def test_zero_plus_plus_is_what_one_has_unless_only_exact_ways_are_asked_for(capsys):
+    """With one micro-step, its parameters cross once, in 8 bits, and beat gradients that cross in 16."""
+    name = "ZeRO++: hpZ inside each dc, 8-bit weights, 4-bit gradients"
+    now = json.loads(run(capsys, *QWEN, "--json")[1])["now"]
+    assert (now["name"], now["training"]) == (name, "lossy")
+    _, out, _ = run(capsys, *EXACT)
+    assert "with ZeRO-3 or FSDP inside each dc" in out.splitlines()[0]
+    ways = json.loads(run(capsys, *EXACT, "--json")[1])["alternatives"]
+    assert "lossy, and only exact ways are asked for" in next(way["note"] for way in ways if way["name"] == name)
 
 
 def test_an_optimizer_on_the_host_counts_there(capsys):
@@ -244,7 +255,7 @@ def test_a_skew_says_what_hot_experts_bring(capsys):
     labels = [line[4:].split("  ")[0] for line in out.splitlines() if re.match(r"(->|  )  this program", line)]
     plain = [re.sub(r" hot \[[\d,]*\]", "", label) for label in labels]
     assert len(plain) - len(set(plain)) <= 1
-    assert "DeepSpeed, EP over 16" in out
+    assert "DeepSpeed, EP over 8" in out
     assert "% of the rows" in out
 
 
