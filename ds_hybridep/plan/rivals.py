@@ -6,7 +6,7 @@ from typing import Literal
 
 from ds_hybridep.geometry.cluster import Cluster
 from ds_hybridep.plan.memory import Memory, memory_of
-from ds_hybridep.plan.pipeline import pipelines
+from ds_hybridep.plan.pipeline import Pipeline, pipelines
 from ds_hybridep.plan.plan import CodecCosts, Plan, PricedPlan, SummedBy
 from ds_hybridep.plan.question import Question, largest_group
 from ds_hybridep.plan.routing import Routing, routing_of
@@ -224,7 +224,7 @@ def sites_at(question: Question, every: int) -> Alternative:
         crossing_bytes=one.uplink_bytes,
         note=f"{lacking_note(lacking) + '; ' if lacking else ''}{_why(one, cluster, inside, codecs)}",
         training="local steps" if every > 1 else "lossy" if codecs.is_lossy else "exact",
-        waits=("the exchange of sites", one.exchange_s),
+        waits=whole.waits({"the exchange of sites": one.exchange_s}),
     )
 
 
@@ -263,9 +263,16 @@ def _pipeline(question: Question) -> list[Alternative]:
         memory_bytes=best.memory.total_bytes,
         crossing_bytes=best.border_bytes,
         note=f"{stages * workload.micro_steps} micro-batches, bubble {best.bubble_s:.3g} s",
-        waits=("other stages", best.bubble_s),
+        waits=_waits_of_pipeline(whole, best),
     )
     return [_elsewhere(question, way, best.memory)]
+
+
+def _waits_of_pipeline(whole: StepPrediction, pipeline: Pipeline) -> tuple[str, float]:
+    """Its stages compute as long as all layers on one child; what that child waits for, they wait for likewise."""
+    words, inside_s = whole.waits()
+    longest = "other stages" if pipeline.bubble_s >= inside_s else words
+    return longest, pipeline.step_s - (whole.step_s - inside_s)
 
 
 def _local_sgd(question: Question) -> Alternative:
@@ -284,7 +291,7 @@ def _local_sgd(question: Question) -> Alternative:
         crossing_bytes=averaged.level_bytes(0) / LOCAL_STEPS,
         note="not the same training: loss may differ",
         training="local steps",
-        waits=("averages", average_s),
+        waits=whole.waits({"averages": average_s}),
     )
     return _elsewhere(question, way, memory)
 

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The ten rows that answer "what will I get": what people have now, this program's ways, and two others."""
 
-import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
@@ -11,15 +10,6 @@ from ds_hybridep.plan.plan import listed
 from ds_hybridep.plan.question import Question
 from ds_hybridep.plan.rivals import Alternative, Training
 
-WAITS = {  # terms of a step that are no training arithmetic, in words
-    "tokens_s": "token rows",
-    "expert_weights_s": "expert weights",
-    "expert_gradients_s": "expert gradients",
-    "dense_sync_s": "dense gradients",
-    "expert_sync_s": "copies of experts",
-    "codec_s": "encoding",
-    "host_s": "calls",
-}
 MOST_NOW = 4  # rows of what people have; the table has ten at most
 LEAST_WAIT = 0.05  # share of a step that is worth a word
 
@@ -88,7 +78,7 @@ def is_lossy(candidate: Candidate) -> bool:
 
 
 def row_of_plan(answer: Answer, candidate: Candidate) -> Row:
-    term, wait_s = _waits(candidate.prediction.terms_s)
+    term, wait_s = candidate.prediction.waits()
     training: Training = "lossy" if is_lossy(candidate) else "exact"
     return Row(
         kind="ours",
@@ -109,9 +99,7 @@ def row_of_plan(answer: Answer, candidate: Candidate) -> Row:
 
 
 def row_of_way(answer: Answer, way: Alternative) -> Row:
-    term, wait_s = way.waits or ("", 0.0)
-    if way.prediction is not None:
-        term, wait_s = _waits(way.prediction.terms_s)
+    term, wait_s = way.waits or ("", 0.0) if way.prediction is None else way.prediction.waits()
     kind: Literal["now", "sites", "elsewhere"] = "elsewhere"
     if way.is_now or way.sites is not None:
         kind = "now" if way.is_now else "sites"
@@ -144,12 +132,6 @@ def tokens_per_s(question: Question, step_s: float) -> float:
     """Tokens of all ranks in a second."""
     workload = question.workload
     return question.cluster.num_ranks * workload.tokens_per_rank * workload.micro_steps / step_s
-
-
-def _waits(terms_s: Mapping[str, float]) -> tuple[str, float]:
-    """What a rank waits for longest, and the seconds of all that it waits for."""
-    term = max(WAITS, key=lambda name: terms_s[name])
-    return WAITS[term], math.fsum(terms_s[name] for name in WAITS)
 
 
 # ---- hours and money ----

@@ -42,6 +42,15 @@ def test_rows_are_at_most_ten_and_differ():
     assert all(0 <= row.wait_s <= row.step_s for row in rows)
 
 
+def test_all_rows_compute_alike_and_wait_for_the_rest_inside_a_datacentre_too():
+    """Of sites, pipelines and local SGD, what a rank waits for inside its own datacentre was taken for computing."""
+    question = question_of()
+    slow = replace(question.cluster.levels[1], link=LinkSpeed(1e7, 0.0))
+    rows = rows_of(make_plan(replace(question, cluster=Cluster((question.cluster.levels[0], slow)))))
+    assert {row.kind for row in rows} == {"now", "ours", "sites", "elsewhere"}
+    assert [row.step_s - row.wait_s for row in rows] == len(rows) * [pytest.approx(rows[0].step_s - rows[0].wait_s)]
+
+
 def test_now_is_the_fastest_that_fits_and_trains_this():
     answer = make_plan(question_of())
     assert answer.now.step_s == min(way.step_s for way in answer.alternatives if way.is_now)
