@@ -15,7 +15,8 @@ from ds_hybridep.plan.summary import (
     describe_memory,
     describe_question,
     is_for_you,
-    num_priced,
+    legend,
+    number,
     table_of,
     verdict,
 )
@@ -51,7 +52,7 @@ th.number { text-align: right }
   td.name { font-weight: 700; text-align: left } td.name::before, td:empty { display: none }
 }
 """
-HEADINGS = "", "way to train", "", "", "", "", "training", "", "note"  # where the table of the text has none
+HEADINGS = "", "way to train", "", "", "", "", "", "", "note"  # where the table of the text has none
 NUMBERS = range(2, 6)  # columns
 WORDS = {
     "now": "what you have now",
@@ -84,7 +85,7 @@ def body_of(answer: Answer, steps: int, price_per_gb: float | None) -> str:
         "</div>",
         "<h2>All ways</h2>",
         _table(answer),
-        f'<p class="faint">{escape(num_priced(answer))}</p>',
+        *(f'<p class="faint">{escape(line)}</p>' for line in legend(answer)),
         *map(_paragraph, (describe_memory(answer), *describe_hot(answer))),
     ]
     if is_for_you(answer):
@@ -154,13 +155,13 @@ def _scale(values: Sequence[float]) -> tuple[Callable[[float], float], list[floa
 
 def _bar(row: Row, value: float, share: float, ticks: Sequence[float]) -> str:
     classes = f"bar {row.kind}{' chosen' * row.is_chosen}{' unfit' * _lacks(row)}"
-    name, number = escape(row.name), "" if row.link_bytes is None and not value else f"{value:.4g}"
+    name, figure = escape(row.name), "" if row.link_bytes is None and not value else number(value)
     lines = "".join(f'<line x1="{at:.2f}%" x2="{at:.2f}%" y1="0" y2="100%"/>' for at in ticks)
     width = max(share, LEAST_SHARE) if value else 0.0
     drawing = f'<rect width="{width:.2f}%" height="100%"/>{lines}'
     return (
-        f'<div class="{classes}"><div><span>{name}</span><span>{number}</span></div>'
-        f'<svg role="img" aria-label="{name}: {number}">{drawing}</svg></div>'
+        f'<div class="{classes}"><div><span>{name}</span><span>{figure}</span></div>'
+        f'<svg role="img" aria-label="{name}: {figure}">{drawing}</svg></div>'
     )
 
 

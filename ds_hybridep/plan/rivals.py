@@ -109,7 +109,7 @@ def _sharded(question: Question, division: Division) -> Alternative:
     names: dict[Division, str] = {
         "everywhere": f"ZeRO-3 or FSDP over all {cluster.num_ranks} ranks",
         "inside": f"ZeRO-3 or FSDP inside each {outer}, gradients across",
-        "quantised": f"ZeRO++: hpZ inside each {outer}, 8-bit weights, 4-bit gradients",
+        "quantised": f"ZeRO++ (hpZ inside each {outer}, 8-bit weights, 4-bit gradients)",
     }
     return Alternative(
         name=names[division],

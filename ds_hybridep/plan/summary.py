@@ -52,24 +52,33 @@ def _lacks_autoep(answer: Answer) -> bool:
 
 
 def verdict(answer: Answer) -> list[str]:
-    """Sentences: whether it is for you, and why; then what to know."""
+    """Sentences: whether it is for you, and why; then how, and what to know."""
+    if answer.lacking_bytes and not _lacks_autoep(answer):
+        return _does_not_fit(answer)
+    now, chosen = answer.now, chosen_row(answer)
     if is_for_you(answer):
         advice = _advice_on_groups(answer) if isinstance(answer.chosen, Candidate) else []
-        return [f"For you: {_describe_chosen(answer)}, {_beside_now(answer)}", *_notes(answer), *advice]
+        return [f"For you: {_beside_now(answer)}", _how(answer), *_notes(answer), *advice]
     if _lacks_autoep(answer):
         return [
-            "Not for you, because DeepSpeed's AutoEP has no preset for models of this kind. The table says what this "
-            "program would bring to the same sizes with layers of deepspeed.moe.layer."
+            "Not for you, because DeepSpeed's AutoEP has no preset for models of this kind.",
+            "The table says what this program would bring to layers of deepspeed.moe.layer of the same sizes. If you "
+            "write these yourself, give --model a file with layers, hidden, ffn, experts and top_k.",
         ]
-    if answer.lacking_bytes:
-        return _does_not_fit(answer)
     if _only_waits(answer):
-        because = f"GPUs would compute {1 - chosen_row(answer).wait_s / answer.chosen.step_s:.0%} of the time"
-    elif answer.now.step_s <= answer.chosen.step_s * (1 + TIE):
-        because = "what you have now is as fast"
+        share = 1 - chosen.wait_s / chosen.step_s
+        first = f"Not for you, because GPUs would compute {share:.0%} of the time: {_beside_now(answer)}"
+        return [first, _how(answer), *_notes(answer)]
+    if now.step_s <= chosen.step_s * (1 + TIE):
+        because = "what you have now is as fast or faster"
     else:
         because = "it gains little"
-    return [f"Not for you, because {because}: {_describe_chosen(answer)}, {_beside_now(answer)}", *_notes(answer)]
+    return [
+        f"Not for you, because {because}: {_seconds(now.step_s)} with {now.name}, {_seconds(chosen.step_s)} with "
+        f"this program. Keep what you have.",
+        _how(answer, "Its best is "),
+        *_elsewhere(answer),
+    ]
 
 
 def _does_not_fit(answer: Answer) -> list[str]:
@@ -109,34 +118,38 @@ def _beside_now(answer: Answer) -> str:
     if not now.is_possible:
         return f"{_seconds(step_s)}. Nothing that you have now can do it: {now.name} {_why_not(now)}."
     ratio = now.step_s / step_s
-    return f"{_seconds(step_s)} instead of {_seconds(now.step_s)} with {now.name}: {ratio:.3g} times as fast."
+    return f"{ratio:.3g} times as fast, {_seconds(step_s)} instead of {number(now.step_s)} s with {now.name}."
 
 
 def _why_not(way: Alternative) -> str:
     return way.refused or lacking_note(way.lacking_bytes)
 
 
-def _describe_chosen(answer: Answer) -> str:
+def _how(answer: Answer, begin: str = "How: ") -> str:
     """What to take, in words."""
     chosen, outer = answer.chosen, answer.question.cluster.levels[0].name
     if not isinstance(chosen, Candidate):
-        return f"one job in each {outer} ({chosen.name})"
+        return f"{begin}one job in each {outer}, which exchange gradients at every step ({chosen.name})."
     if chosen.plan.domain_size == 1:
-        hot = "hot experts, " if chosen.plan.num_hot else ""
-        what = f"every expert stays where it is (all domain_size 1), {hot}each row is sent once, sums level by level"
-        return f"one job in which {what}{_encoded_over(answer)}"
-    return f"one job with domain sizes {list(chosen.plan.domain_sizes)}{_encoded_over(answer)}"
+        hot = ", but hot experts have copies" if chosen.plan.num_hot else ""
+        what = f"experts stay where they are (domain sizes {list(chosen.plan.domain_sizes)}){hot}"
+    else:
+        what = f"experts have copies where that is cheaper (domain sizes {list(chosen.plan.domain_sizes)})"
+    return f"{begin}one job over all GPUs; {what}{_encoded_over(answer)}."
 
 
 def _notes(answer: Answer) -> list[str]:
     """What a reader should know before taking the chosen way."""
     chosen, lines = chosen_row(answer), []
     if chosen.training == "lossy":
-        lines.append("Lossy: gradients that cross the slow link are approximated, and what is lost is sent later.")
+        lines.append(
+            "Lossy: gradients that cross the slow link are approximated, and what is lost is sent later "
+            "(docs/codecs.md has losses); --codecs exact leaves this out."
+        )
     if chosen.wait_s > chosen.step_s / 2:
         lines.append(
-            f"It waits {chosen.wait_s:.3g} of {chosen.step_s:.3g} s, for {chosen.waits_for} most: the link decides. "
-            f"More tokens for each step (--accumulation) or more bandwidth (--sweep wan) help; faster GPUs do not."
+            f"It waits {number(chosen.wait_s)} of {number(chosen.step_s)} s, for {chosen.waits_for} most: the link "
+            f"decides. {_what_helps(chosen)}; faster GPUs do not."
         )
     lines += _with_more_memory(answer)
     others = [way for way in answer.alternatives if way.is_possible and way is not answer.chosen]
@@ -146,6 +159,13 @@ def _notes(answer: Answer) -> list[str]:
             f"If local steps, which are another training, are fine: {steps[0].name}, {_seconds(steps[0].step_s)}."
         )
     return [*lines, *_elsewhere(answer)]
+
+
+def _what_helps(chosen: Row) -> str:
+    """Token rows grow with the tokens of a step; all else is the same for more tokens."""
+    if chosen.waits_for == "token rows":
+        return "More bandwidth (--sweep wan) helps"
+    return "More tokens for each step (--accumulation) or more bandwidth (--sweep wan) help"
 
 
 def _elsewhere(answer: Answer) -> list[str]:
@@ -163,7 +183,7 @@ def _encoded_over(answer: Answer) -> str:
     """Words for the levels over which the best plan encodes."""
     pairs = zip(answer.question.cluster.levels, answer.best.plan.codecs, strict=True)
     names = [level.name for level, codecs in pairs if codecs.label != EXACT]
-    return f", encoded over {' and '.join(names)}" if names else ""
+    return f"; what crosses {' and '.join(names)} is encoded" if names else ""
 
 
 def _advice_on_groups(answer: Answer) -> list[str]:
@@ -173,9 +193,8 @@ def _advice_on_groups(answer: Answer) -> list[str]:
     lines = []
     if num_experts < cluster.num_ranks:
         lines.append(
-            f"{num_experts} experts cannot be spread over {cluster.num_ranks} ranks, so expert parallelism over all "
-            f"ranks is impossible; groups of {group.ep_size} share them, and "
-            f"{cluster.num_ranks // group.ep_size} groups hold the same experts."
+            f"{num_experts} experts cannot be spread over {cluster.num_ranks} ranks: groups of {group.ep_size} ranks "
+            f"share them, and {cluster.num_ranks // group.ep_size} groups hold the same experts."
         )
     if group.is_strided:
         lines.append(
@@ -186,8 +205,8 @@ def _advice_on_groups(answer: Answer) -> list[str]:
         lines.append(f"Give the MoE layers ep_size={group.ep_size}; groups are neighbouring ranks.")
     if outermost.size > 1 and plan.spans[0] == 1:
         lines.append(
-            f"Each group stays inside one {outermost.name}: no token crosses the slow link and no expert migrates "
-            f"over it, only gradients and parameters that both sides hold do; domain_size there must be 1."
+            f"Each group is inside one {outermost.name}: no token and no expert's copy crosses the slow link, only "
+            f"gradients and weights that both sides hold; domain_size there must be 1."
         )
     return lines
 
@@ -207,14 +226,14 @@ def describe(answer: Answer, steps: int, price_per_gb: float | None = None) -> s
 
 def _table(answer: Answer) -> str:
     text = aligned(table_of(answer), left=(0, 1, 6, 7, 8))
-    return f"{text}\n{num_priced(answer)}" if answer.others else text
+    return "\n".join([text, "", *legend(answer)])
 
 
 def table_of(answer: Answer) -> list[list[str]]:
     """Cells of the table, the header first: mark of the chosen row, name, numbers, training, wait, note, max/mean."""
     outer = answer.question.cluster.levels[0].name
     is_uneven = answer.best.routing.weights is not None
-    header = ["", "", "s/step", "tokens/s", "GB/GPU", f"GB/step, {outer} link", "", "waits for", ""]
+    header = ["", "", "s/step", "tokens/s", "GB/GPU", f"GB/step, {outer} link", "training", "waits for", ""]
     rows = [_cells(row) for row in rows_of(answer)]
     if is_uneven:
         header.append("max/mean")
@@ -223,41 +242,57 @@ def table_of(answer: Answer) -> list[list[str]]:
     return [header, *rows]
 
 
-def num_priced(answer: Answer) -> str:
-    """A sentence: how many plans the table was chosen from."""
-    return f"{len(answer.others) + 1} plans were priced; --json has them all."
+def legend(answer: Answer) -> list[str]:
+    """Sentences about the table's words."""
+    levels = [level.name for level in answer.question.cluster.levels]
+    kinds = {row.kind for row in rows_of(answer)}
+    lines = [
+        f"-> is the best of this program. tokens/s: of all GPUs. GB/step: over the link of one {levels[0]}, each way. "
+        f"waits for: the longest wait, and all waits as a share of the step.",
+        f"[..]: domain sizes, and a|b: codecs, both by level ({', '.join(levels)}). ep: ranks that share the experts.",
+    ]
+    if "sites" in kinds:
+        lines[-1] += " H: steps from one exchange of sites to the next."
+    if answer.others:
+        lines.append(f"{len(answer.others) + 1} plans were priced; --json has them all.")
+    return lines
 
 
 def _cells(row: Row) -> list[str]:
     share = row.wait_s / row.step_s
     waits = f"{row.waits_for}, {share:.0%}" if share >= LEAST_WAIT else "next to nothing"
-    notes = [f"lacks {row.lacking_bytes / GIGA:.3g} GB"] if row.lacking_bytes else []
+    notes = [f"lacks {number(row.lacking_bytes / GIGA, 3)} GB"] if row.lacking_bytes else []
     notes += [row.remark] if row.remark else []
     return [
         "->" if row.is_chosen else "",
         row.name,
-        f"{row.step_s:.4g}",
+        number(row.step_s),
         f"{row.tokens_per_s:.0f}",
         f"{row.memory_bytes / GIGA:.1f}",
-        "" if row.link_bytes is None else f"{row.link_bytes / GIGA:.4g}",
+        "" if row.link_bytes is None else number(row.link_bytes / GIGA),
         row.training,
         waits,
         "; ".join(notes),
     ]
 
 
+def number(value: float, digits: int = 4) -> str:
+    """So many digits, or all of a larger number, without an exponent."""
+    return f"{value:.0f}" if value >= 10**digits else f"{value:.{digits}g}"
+
+
 def describe_bills(answer: Answer, steps: int, price_per_gb: float | None) -> str:
     """Hours and GB of some steps, for the chosen way and for what people have now."""
     now = row_of_way(answer, answer.now)
     lines = []
-    for what, row in (("this program", chosen_row(answer)), ("now", now)):
+    for what, row in (("this program", chosen_row(answer)), ("what you have now", now)):
         if row.lacking_bytes or (row.kind == "now" and not answer.now.is_possible):
             continue
         bill = bill_of(row, answer.question, steps, price_per_gb)
-        text = f"{steps} steps, {what}: {bill.hours:.3g} hours of {answer.question.cluster.num_ranks} GPUs"
+        text = f"{steps} steps with {what}: {bill.hours:.3g} hours of {answer.question.cluster.num_ranks} GPUs"
         if bill.link_gb is not None:
             text += f", {bill.link_gb:,.0f} GB out of all {answer.question.cluster.levels[0].name}s together"
-        lines.append(text if bill.price is None else f"{text}: {bill.price:,.2f} at {price_per_gb:g} a GB")
+        lines.append(text if bill.price is None else f"{text}, which cost {bill.price:,.2f} at {price_per_gb:g} a GB")
     return "\n".join(lines)
 
 
@@ -293,8 +328,8 @@ def describe_question(question: Question) -> str:
     workload, model = question.workload, question.workload.model
     assumed = known_or_assumed_bandwidths(question.cluster)
     links = []
-    for level, bandwidth in zip(question.cluster.levels, assumed, strict=True):
-        text = f"{level.name} ({level.size}) {_gbps(bandwidth)}"
+    for index, (level, bandwidth) in enumerate(zip(question.cluster.levels, assumed, strict=True)):
+        text = f"{level.size} {level.name}{' in each' * (index > 0)}, {_gbps(bandwidth)}"
         if level.link.bandwidth_bytes_per_s is None:
             text += " assumed"
         if level.link.latency_s:
@@ -318,8 +353,8 @@ def describe_question(question: Question) -> str:
     if workload.has_fused_loss:
         details.append("a fused loss")
     sizes = (
-        f"{model.name}: {model.num_params / GIGA:.1f} B parameters, {model.num_active_params / GIGA:.1f} B for "
-        f"each token, {_trained(workload)}; {model.num_moe_layers} MoE layers of {model.num_experts} experts of "
+        f"{model.name}: {model.num_params / GIGA:.1f} B parameters, {model.num_active_params / GIGA:.1f} B "
+        f"active, {_trained(workload)}; {model.num_moe_layers} MoE layers of {model.num_experts} experts of "
         f"{model.expert_params * workload.param_bytes / 1e6:.1f} MB, top-{model.top_k}"
     )
     notes = [f"Note: {model.note}."] if model.note else []
@@ -365,7 +400,7 @@ def _with_more_memory(answer: Answer) -> list[str]:
 
 
 def _seconds(value: float) -> str:
-    return f"{value:.4g} s a step"
+    return f"{number(value)} s a step"
 
 
 def _gbps(bytes_per_s: float) -> str:

@@ -294,7 +294,7 @@ def test_alternatives_are_priced_and_named():
     names = [way.name for way in answer.alternatives]
     assert names == [
         "ZeRO-3 or FSDP over all 16 ranks",
-        "ZeRO++: hpZ inside each dc, 8-bit weights, 4-bit gradients",
+        "ZeRO++ (hpZ inside each dc, 8-bit weights, 4-bit gradients)",
         "ZeRO-3 or FSDP inside each dc, gradients across",
         "DeepSpeed, EP over 16",
         "EP over 16, exchange de-duplicated",
