@@ -118,6 +118,11 @@ def reminders_of(answer: Answer) -> list[str]:
             f"A file of hosts has a line for each machine, such as 'machine1 slots={of_machine}': all of one {outer}, "
             f"then all of the next."
         )
+    if not isinstance(answer.chosen, Candidate):
+        lines.append(
+            f"meet runs on one machine that all sites reach; its address stands for HOST. Each other line runs in its own "
+            f"{outer}. All have the same file secret (docs/sites.md)."
+        )
     if workload.is_checkpointed:
         lines.append("Switch activation checkpointing on in your script (Trainer: gradient_checkpointing=True).")
     return lines

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The five cases of docs/planning.md: bytes over the link, arithmetic and memory, summed by hand.
+"""The five cases of docs/five-plans.md: bytes over the link, arithmetic and memory, summed by hand.
 
 Each sum is plain arithmetic from the model's sizes; nothing of the package is called for it.  Tolerances: bytes that
 nothing encodes, arithmetic, and memory agree within 1%, which is what is left out by hand: norms, biases, headers.
@@ -359,3 +359,8 @@ def test_memory_of_olmoe(answer):
     state = Olmoe.of_experts / 4 * (BF16 + BF16 + ADAM / 3) + Olmoe.dense * (BF16 + BF16 + ADAM / 12)
     deepspeed = row_of(found, "DeepSpeed, EP over 4")["memory_bytes"]
     assert deepspeed == close(with_allowance(state, activations(Olmoe)))
+    # Sites: each is a job of four that holds all, with two residuals of 2.52 B of what a rank owns.
+    alone = Olmoe.of_experts / 4 * (BF16 + BF16 + ADAM) + Olmoe.dense * (BF16 + BF16 + ADAM / 4)
+    kept = 2 * 2.52 * Olmoe.every / 4
+    sites = row_of(found, "sites, H = 1")["memory_bytes"]
+    assert sites == close(with_allowance(alone + kept, activations(Olmoe)))

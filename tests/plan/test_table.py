@@ -9,7 +9,7 @@ from plan_cases import toy
 from ds_hybridep.config import parse_config
 from ds_hybridep.geometry.cluster import Cluster, Level, LinkSpeed
 from ds_hybridep.plan.answer import TIE
-from ds_hybridep.plan.paste import ds_config_of, launch_of
+from ds_hybridep.plan.paste import ds_config_of, launch_of, reminders_of
 from ds_hybridep.plan.plan import RECOMMENDED, LevelCodecs
 from ds_hybridep.plan.planner import make_plan
 from ds_hybridep.plan.question import Question
@@ -122,6 +122,8 @@ def test_a_block_of_sites_and_how_they_start(num_gpus):
     assert block["sites"]["codecs"] == "recommended"
     meet, first, _ = launch_of(chosen)
     assert meet == "ds_hybridep meet --port 29400 --secret-file secret --folder meeting"
+    assert any(line.startswith("meet runs on one machine that all sites reach") for line in reminders_of(chosen))
+    assert any("slots=8" in line for line in reminders_of(chosen)) == (num_gpus == 16)
     # A launch with a hostfile does not pass the variable on.
     assert ("HYBRIDEP_SITE=a" in first) == ("--hostfile" not in first) == (num_gpus == 4)
 
