@@ -73,19 +73,20 @@ def title_of(answer: Answer) -> str:
 def body_of(answer: Answer, steps: int, price_per_gb: float | None) -> str:
     """The page below its title, as HTML: all that `describe` says, and what to paste if it is for you."""
     first, *others = verdict(answer)
-    outer = answer.question.cluster.levels[0].name
+    cluster = answer.question.cluster
+    outer = cluster.levels[0].name
     sections = [
         f'<p class="verdict{" yes" * is_for_you(answer)}">{escape(first)}</p>',
         *map(_paragraph, others),
         "<h2>Bytes and seconds</h2>",
         _keys(answer),
         '<div class="charts">',
-        _chart(answer, f"GB per step over the link of a {outer}", lambda row: (row.link_bytes or 0.0) / GIGA),
+        *([_chart(answer, f"GB per step over the link of a {outer}", _link_gb)] if cluster.sizes[0] > 1 else []),
         _chart(answer, "Seconds per step", lambda row: row.step_s),
         "</div>",
         "<h2>All ways</h2>",
         _table(answer),
-        *(f'<p class="faint">{escape(line)}</p>' for line in legend(answer)),
+        *(f'<p class="faint">{escape(line)}</p>' for line in legend(answer, "Bold")),
         *map(_paragraph, (describe_memory(answer), *describe_hot(answer))),
     ]
     if is_for_you(answer):
@@ -96,9 +97,9 @@ def body_of(answer: Answer, steps: int, price_per_gb: float | None) -> str:
             _listing(launch_of(answer)),
             *map(_paragraph, reminders_of(answer)),
         ]
+    if bills := describe_bills(answer, steps, price_per_gb).splitlines():
+        sections += ["<h2>Hours, bytes and money</h2>", *map(_paragraph, bills)]
     sections += [
-        "<h2>Hours, bytes and money</h2>",
-        *map(_paragraph, describe_bills(answer, steps, price_per_gb).splitlines()),
         "<h2>What was asked</h2>",
         *map(_paragraph, describe_question(answer.question).splitlines()),
         _paragraph("Predicted, not measured."),
@@ -123,6 +124,10 @@ def _keys(answer: Answer) -> str:
     drawn = (f'<span class="{kind}">{square} {escape(WORDS[kind])}</span>' for kind in kinds)
     unfit = '<span class="faint">pale: does not fit into memory</span>' if any(map(_lacks, rows_of(answer))) else ""
     return f'<div class="keys">{"".join(drawn)}{unfit}</div>'
+
+
+def _link_gb(row: Row) -> float:
+    return (row.link_bytes or 0.0) / GIGA
 
 
 def _lacks(row: Row) -> bool:

@@ -120,8 +120,8 @@ def reminders_of(answer: Answer) -> list[str]:
         )
     if not isinstance(answer.chosen, Candidate):
         lines.append(
-            f"meet runs on one machine that all sites reach; its address stands for HOST. Each other line runs in its own "
-            f"{outer}. All have the same file secret (docs/sites.md)."
+            f"meet runs on one machine that all sites reach; its address stands for HOST. Each other line runs in its "
+            f"own {outer}. All have the same file secret (docs/sites.md)."
         )
     if workload.is_checkpointed:
         lines.append("Switch activation checkpointing on in your script (Trainer: gradient_checkpointing=True).")

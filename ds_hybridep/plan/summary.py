@@ -242,13 +242,13 @@ def table_of(answer: Answer) -> list[list[str]]:
     return [header, *rows]
 
 
-def legend(answer: Answer) -> list[str]:
-    """Sentences about the table's words."""
+def legend(answer: Answer, mark: str = "->") -> list[str]:
+    """Sentences about the table's words; mark: of the chosen row."""
     levels = [level.name for level in answer.question.cluster.levels]
     kinds = {row.kind for row in rows_of(answer)}
     lines = [
-        f"-> is the best of this program. tokens/s: of all GPUs. GB/step: over the link of one {levels[0]}, each way. "
-        f"waits for: the longest wait, and all waits as a share of the step.",
+        f"{mark} is the best of this program. tokens/s: of all GPUs. GB/step: over the link of one {levels[0]}, each "
+        f"way. waits for: the longest wait, and all waits as a share of the step.",
         f"[..]: domain sizes, and a|b: codecs, both by level ({', '.join(levels)}). ep: ranks that share the experts.",
     ]
     if "sites" in kinds:

@@ -56,9 +56,11 @@ def test_smaller_micro_batches_are_the_same_step_and_the_largest_that_fit():
 def test_savings_come_together_where_none_is_enough():
     """Qwen3-30B-A3B on eight RTX 4090: each option alone leaves a lack, all together do not."""
     question = asked("--dcs", "2x4", "--tokens", "16384", "--gpu", "RTX-4090")
-    expected = "--checkpointing and --tokens 4096 --accumulation 4 (the same step in smaller micro-batches)"
     (change,) = changes_that_fit(question)
-    assert change.words == f"{expected} and --zero-stage 2 and --offload-optimizer"
+    assert change.words == (
+        "--checkpointing and --zero-stage 2 and --offload-optimizer and --tokens 4096 --accumulation 4 (the same step "
+        "in smaller micro-batches)"
+    )
     assert not answer_of(change.question).lacking_bytes
 
 
@@ -68,6 +70,15 @@ def test_more_gpus_come_beside_what_saves_memory_where_that_is_not_enough():
     assert change.words == "128 GPUs instead of 16, beside --checkpointing and --zero-stage 2 and --offload-optimizer"
     assert not least_lacking_bytes(change.question)
     assert changes_on_as_many_gpus(question, least_lacking_bytes) == []
+
+
+def test_only_those_savings_are_said_that_are_needed_and_they_go_together():
+    """Four GPUs: adapters need checkpointing only, and never --zero-stage 2, which those of experts refuse."""
+    changes = words(changes_that_fit(asked("--dcs", "2x2", "--tokens", "16384", "--zero-stage", "2")))
+    assert changes == [
+        "--lora all --zero-stage 1 (only adapters are trained), beside --checkpointing",
+        "8 GPUs instead of 4, beside --checkpointing and --offload-optimizer",
+    ]
 
 
 @pytest.mark.parametrize("memory_bytes", [1e9, 2.9e9])
