@@ -3,6 +3,7 @@
 
 import json
 import re
+import shlex
 import sys
 
 import pytest
@@ -11,6 +12,7 @@ from ds_hybridep.commands.main import main
 from ds_hybridep.commands.question import parse_bits_per_s
 from ds_hybridep.config import parse_config
 from ds_hybridep.errors import ConfigError
+from ds_hybridep.plan.models import read_model_file
 
 QWEN = ["plan", "--model", "Qwen3-30B-A3B", "--dcs", "2x8", "--wan", "10gbps", "--lan", "800gbps", "--tokens", "16384",
         "--memory", "900"]  # fmt: skip
@@ -354,3 +356,14 @@ def test_planning_loads_neither_torch_nor_deepspeed():
     )
     run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=500)
     assert run.returncode == 0, run.stderr
+
+
+def test_the_examples_of_the_help_are_answered(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "config.json").write_text(json.dumps(read_model_file("Qwen3-30B-A3B")))
+    with pytest.raises(SystemExit):
+        main(["plan", "--help"])
+    examples = capsys.readouterr().out.split("examples:\n")[1].replace("\\\n", " ").splitlines()
+    answers = [run(capsys, *shlex.split(line)[1:]) for line in examples if line.strip()]
+    assert [(code, out.split()[0]) for code, out, _ in answers] == [(0, "For"), (0, "Not")]

@@ -73,6 +73,10 @@ def test_zero_plus_plus_between_several_machines_of_a_datacentre_sends_from_each
     cluster = Cluster((CLUSTER.levels[0], Level("gpu", 16, LinkSpeed(LAN, 0.0))))
     found = sharded(cluster, WORKLOAD, Rates(flops_per_s=FLOPS), "quantised")
     assert found.link_bytes == pytest.approx(STEPS * (31 / 32 * ALL + 2 * ALL / 2 * 2 / 4))
+    # The same where machines are a level of their own.
+    levels = cluster.levels[0], Level("node", 2, LinkSpeed(LAN, 0.0)), Level("gpu", 8, LinkSpeed(LAN, 0.0))
+    by_node = sharded(Cluster(levels), WORKLOAD, Rates(flops_per_s=FLOPS), "quantised")
+    assert by_node == found
 
 
 def test_zero_plus_plus_holds_its_parameters_twice():
