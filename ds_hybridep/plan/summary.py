@@ -245,14 +245,20 @@ def table_of(answer: Answer) -> list[list[str]]:
 def legend(answer: Answer, mark: str = "->") -> list[str]:
     """Sentences about the table's words; mark: of the chosen row."""
     levels = [level.name for level in answer.question.cluster.levels]
-    kinds = {row.kind for row in rows_of(answer)}
+    rows = rows_of(answer)
+    words = {
+        "sites, H": "H: steps from one exchange of sites to the next.",
+        "host state": "host state: what codecs keep is in host memory.",
+        "strided": f"strided: ranks at equal distances over every {levels[0]}.",
+    }
     lines = [
         f"{mark} is the best of this program. tokens/s: of all GPUs. GB/step: over the link of one {levels[0]}, each "
         f"way. waits for: the longest wait, and all waits as a share of the step.",
-        f"[..]: domain sizes, and a|b: codecs, both by level ({', '.join(levels)}). ep: ranks that share the experts.",
+        f"[..]: domain sizes, ranks with copies of each other's experts; a|b: codecs; both by level "
+        f"({', '.join(levels)}). ep: ranks that share the experts.",
     ]
-    if "sites" in kinds:
-        lines[-1] += " H: steps from one exchange of sites to the next."
+    used = [meaning for word, meaning in words.items() if any(word in row.name for row in rows)]
+    lines += [" ".join(used)] if used else []
     if answer.others:
         lines.append(f"{len(answer.others) + 1} plans were priced; --json has them all.")
     return lines

@@ -59,7 +59,7 @@ def test_the_page_has_the_answer_of_the_text(tmp_path, capsys):
     assert sentences[0] == lines[0]
     assert lines[0].startswith("For you: ")
     assert all(line in sentences for line in lines[1:table])
-    begins = ("1000 steps", "GB per GPU", "Switch", "train.py", "[..]", "75 plans")
+    begins = ("1000 steps", "GB per GPU", "Switch", "train.py", "[..]", "H: steps", "75 plans")
     assert len([line for line in lines if line.startswith(begins)]) == len(begins) + 1
     assert any(line.startswith("Bold is the best of this program.") for line in sentences)
     assert all(line in sentences for line in lines if line.startswith(begins))
