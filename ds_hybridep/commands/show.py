@@ -6,15 +6,11 @@ import html
 import json
 from pathlib import Path
 
+from ds_hybridep.commands.page import write_page
 from ds_hybridep.commands.record import format_run_record
 from ds_hybridep.errors import ConfigError
 
 HELP = "print the record of a run as tables; why a planned run had its plan"
-PAGE = """<!doctype html>
-<html lang="en"><head><meta charset="utf-8"><title>{title}</title></head>
-<body style="margin: 2em; color-scheme: light dark"><h1>{title}</h1><pre style="white-space: pre-wrap">{text}</pre>
-</body></html>
-"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -26,18 +22,13 @@ def run(args: argparse.Namespace) -> int:
     """Raises ConfigError if the file is no record of a run."""
     try:
         text = format_run_record(json.loads(args.record.read_text()))
-        if args.html is not None:
-            write_page(args.html, text)
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         reason = f"{type(error).__name__}: {error}"
         raise ConfigError(
             f"RUN.json: {args.record} is no record of a run, or of another version ({reason}); give the file that "
             f"the run wrote at its report_file"
         ) from error
+    if args.html is not None:
+        write_page(args.html, "A run with ds_hybridep", f"<pre>{html.escape(text)}</pre>")
     print(text)
     return 0
-
-
-def write_page(path: Path, text: str) -> None:
-    """Write tables as a page that needs no other file."""
-    path.write_text(PAGE.format(title="A run with ds_hybridep", text=html.escape(text)), encoding="utf-8")
