@@ -25,6 +25,7 @@ PROGRAMS = {
     "cuts": "losses on links that misbehave for a while, against an undisturbed run",
     "soak": "training for hours on links and machines that misbehave",
     "losses": "what the recommended codecs cost in loss, with real engines",
+    "gap": "whether the gap in loss between encoded and exact training grows with the steps",
     "equal-bytes": "loss against bytes, beside PowerSGD, DeMo and DiLoCo",
     "residual-sums": "whether small gradients arrive",
     "skipped-layers": "what codecs keep if layers take part at times only",

@@ -4,11 +4,13 @@
     python -m benchmarks codecs --seeds 0 1 2 --out benchmarks/results/codecs.jsonl
     python -m benchmarks codecs time --out rates.jsonl
     python -m benchmarks codecs patch
+    python -m benchmarks codecs count --out counts.jsonl
 
 loss   as benchmarks/losses.py, with these codecs for experts and exact dense parameters, in fp32
 time   milliseconds of one step of each codec, the least of several
 patch  bits and speed of patches of bf16 weights by learning rate, beside the entropy of what changed: of a small
        transformer under AdamW with fp32 masters.  Seconds are those that one thread spends on the processor
+count  launches, bytes and products of low rank on an accelerator, beside what an H100 could do (codec_counts.py)
 """
 
 import argparse
@@ -18,7 +20,7 @@ from typing import Any
 
 import torch
 
-from benchmarks import losses, patches
+from benchmarks import codec_counts, losses, patches
 from benchmarks.common import Record, Records, codec_settings, table
 from benchmarks.losses import add_training_arguments, compare
 from benchmarks.training import Job
@@ -77,11 +79,14 @@ COLUMNS = {
         "changed": ".1%", "entropy_bits": ".3f", "bits": ".3f", "ratio": ".0f", "encode_gb_per_s": ".2f",
         "decode_gb_per_s": ".2f",
     },
+    "codec_count": {
+        "launches": "d", "waits": "d", "gb": ".3f", "gflop": ".2f", "roof_ms": ".3f", "launch_ms": ".3f"
+    },
 }  # fmt: skip
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("what", nargs="?", choices=("loss", "time", "patch"), default="loss")
+    parser.add_argument("what", nargs="?", choices=("loss", "time", "patch", "count"), default="loss")
     parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES), metavar="NAME")
     parser.add_argument("--kernels", choices=("compiled", "reference"), default="compiled")
     parser.add_argument("--samples", type=int, default=7, help="of each time")
@@ -92,7 +97,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace, records: Records) -> None:
     torch.set_num_threads(1)
-    {"loss": losses.run, "time": time_codecs, "patch": patches.measure}[args.what](args, records)
+    measures = {"loss": losses.run, "time": time_codecs, "patch": patches.measure, "count": codec_counts.count}
+    measures[args.what](args, records)
 
 
 def rank(args: argparse.Namespace, job: Job) -> None:
@@ -122,10 +128,14 @@ def time_codecs(args: argparse.Namespace, records: Records) -> None:
         )  # fmt: skip
 
 
+def name_of(params: Record) -> str:
+    return params["name"] if "name" in params else f"{params['what']} {params['shape']}, rank {params['rank']}"
+
+
 def report(records: list[Record], args: argparse.Namespace) -> str:
     if (case := records[0]["case"]) not in COLUMNS:
         return losses.report(records, args)
     rows = [
-        [one["params"]["name"], *(format(one[key], form) for key, form in COLUMNS[case].items())] for one in records
+        [name_of(one["params"]), *(format(one[key], form) for key, form in COLUMNS[case].items())] for one in records
     ]
     return table(["", *(key.replace("_", " ") for key in COLUMNS[case])], rows)

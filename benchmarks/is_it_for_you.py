@@ -43,7 +43,7 @@ measured on GPUs.**
 A cell says, for uplinks of this rate:
 
 - seconds per step; how many times as fast (x) as the fastest that you have now and that fits: ZeRO-3 or FSDP over all
-  GPUs or inside each datacentre, DeepSpeed's expert parallelism inside each or over both; GB per GPU;
+  GPUs or inside each datacentre, ZeRO++, DeepSpeed's expert parallelism inside each or over both; GB per GPU;
 - the plan: domain sizes, codecs, size of the expert-parallel group ([how to read it](planning.md#what-comes-out));
 - in brackets what is faster still, and how many times: pipeline stages across datacentres, or local SGD, which is not
   the same training. Neither is provided here.
@@ -53,7 +53,7 @@ A cell says, for uplinks of this rate:
 ## Inside one building
 
 Two machines of eight GPUs, 0.05 ms apart. How many times as fast as the fastest that you have now, with codecs and
-exact, for a network of 25 Gbit/s or 200 Gbit/s per machine:
+exact, for a network of 25 Gbit/s or 200 Gbit/s per machine. ZeRO++, which is lossy, counts beside codecs only:
 
 {building}
 

@@ -34,7 +34,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.common import Record, Records, growth_of, table
+from benchmarks.common import Record, Records, growth_of, margin_95, table
 from benchmarks.killed_sites import NAMES, Failure, Job, Life, Sites, rank
 from ds_hybridep.lab.network import EmulatedNetwork
 from ds_hybridep.lab.topology import LinkSpec, Topology, parse_duration, parse_rate
@@ -48,7 +48,6 @@ SECOND, SECOND_AFTER_S = 0.2, 30.0  # how often a second kill follows, and how l
 POINT, POINT_AWAY_S = 1 / 3, 5.0  # how often the meeting point is killed as well, and how long it is away at most
 NUM_SAMPLES = 240  # of memory, in a run
 TOLERANCE = 1e-5  # of a tensor's norm; the package repairs what is further apart
-T_975 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365)  # Student's t, two-sided 95%, by degrees of freedom
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -326,8 +325,7 @@ def judged(end: Record, args: argparse.Namespace) -> Record:
     losses = [one["loss"] for one in end["undisturbed"]]
     low, high = -math.inf, math.inf
     if len(losses) > 1:
-        quantile = T_975[min(len(losses) - 1, len(T_975)) - 1]
-        margin = quantile * statistics.stdev(losses) * math.sqrt(1 + 1 / len(losses))
+        margin = margin_95(losses) * math.sqrt(len(losses) + 1)  # of one more, not of the mean
         low, high = statistics.fmean(losses) - margin, statistics.fmean(losses) + margin
     names = ("step",) if args.unequal else ("step", "weights", "optimizer", "loss")
     runs = (end, *end["undisturbed"], end["all_count"])

@@ -222,6 +222,20 @@ def train_step(engine: Any, corpus: Tensor, step: int, *, rows: int, seq_len: in
 
 
 @torch.no_grad()
+def losses_on(engine: Any, corpus: Tensor, num_batches: int, *, seq_len: int) -> list[float]:
+    """Loss of each batch, the same ones at every call, as the mean over ranks."""
+    engine.eval()
+    losses = torch.stack([
+        engine(*train_lm.batch_at(corpus, (977, at, 0, dist.get_rank()), rows=4, seq_len=seq_len))[0].float()
+        for at in range(num_batches)
+    ])  # fmt: skip
+    engine.train()
+    dist.all_reduce(losses)
+    found: list[float] = (losses / dist.get_world_size()).tolist()
+    return found
+
+
+@torch.no_grad()
 def loss_on(engine: Any, corpus: Tensor, num_batches: int, *, seq_len: int) -> float:
     """Mean loss over the same batches at every call, of all ranks."""
     engine.eval()

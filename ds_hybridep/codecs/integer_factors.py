@@ -24,7 +24,6 @@ small become 0, so a row of zeros stays one, and no value is a subnormal number,
 """
 
 from functools import lru_cache
-from typing import cast
 
 import torch
 from torch import Tensor
@@ -38,21 +37,49 @@ LARGEST_CODE = (0x7F800000 >> SHIFT) - 1  # of a finite scale
 BASES_BYTES = 4
 SMALLEST_ROW_SCALE, SMALLEST_COL_SCALE = 2.0**-98, 2.0**-28  # their products are no subnormal numbers
 LARGEST_BYTE = 255
+EXPONENT = 0x7F800000  # bits of an fp32 number
+SMALLEST_UNIT = 2.0**-100  # in place of zero; far from numbers that some machines take for zero
+LARGEST_UNIT = 2.0**60  # more would make subnormal numbers
 SMALLEST_SIZE = 1e-3  # of the largest: what is smaller is not made larger when sizes are shared out
 TINY = 1e-30  # in place of zero in a division
-RIDGE = 1e-6  # of the mean of a Gram matrix's diagonal: added to it, so that a solution for dependent rows is finite
+RIDGE = 1e-3  # by this share the diagonal of P P^T grows before Q is solved for
 
 
-def write_integers(
-    p: Tensor, q: Tensor, x: Tensor, *, row_weight: Tensor, col_weight: Tensor, payload: Tensor
-) -> tuple[Tensor, Tensor]:
+class Divided:
+    """A matrix x [n, rows, cols] with rows and columns divided by their weights [n, rows] and [n, cols].
+
+    Factors are divided in place of x, as they are smaller.  `row_weight` also has a power of two, which makes the
+    largest element of x about 1: so squares of products stay within fp32.
+    """
+
+    def __init__(self, x: Tensor, row_weight: Tensor, col_weight: Tensor) -> None:
+        flat = x.flatten(1)
+        largest = flat.amax(dim=1, keepdim=True).maximum(-flat.amin(dim=1, keepdim=True)).clamp_(min=SMALLEST_UNIT)
+        unit = (largest.view(torch.int32) & EXPONENT).view(torch.float32)
+        # What is large is divided before it is multiplied, what is small after it.
+        before = unit.clamp(min=1.0, max=LARGEST_UNIT)
+        after = unit / before
+        self._x, self.row_weight, self.col_weight = x, row_weight * unit, col_weight
+        self._rows = (row_weight * before).unsqueeze(1), (row_weight * after).unsqueeze(1)
+        self._cols = (col_weight * before).unsqueeze(1), (col_weight * after).unsqueeze(1)
+
+    def times_rows(self, q: Tensor) -> Tensor:
+        """Return the product [n, rank, rows] of q [n, rank, cols] and the transposed matrix."""
+        before, (_, after) = self._cols[0], self._rows
+        return torch.bmm(q / before, self._x.mT).div_(after)
+
+    def times_cols(self, p: Tensor) -> Tensor:
+        """Return the product [n, rank, cols] of p [n, rank, rows] and the matrix."""
+        before, (_, after) = self._rows[0], self._cols
+        return torch.bmm(p / before, self._x).div_(after)
+
+
+def write_integers(p: Tensor, q: Tensor, x: Divided, *, payload: Tensor) -> tuple[Tensor, Tensor]:
     """Write factors of x.
 
-    Returns the q [n, rank, cols] from which the next step starts, and [n] bool: values might leave fp32.
+    Returns the q [n, rank, cols] from which the next step starts, and [n] fp32: no value is larger than this.
 
-    p, q: orthonormal rows [n, rank, rows], and p x [n, rank, cols] with columns divided by their weights.
-    x: [n, rows, cols] fp32, rows divided by their weights, its largest element about 1.
-    row_weight, col_weight: [n, rows] and [n, cols].
+    p, q: orthonormal rows [n, rank, rows], and the product [n, rank, cols] of p and x.
     payload: [n, bytes] uint8.
     """
     _, rank, rows = p.shape
@@ -60,29 +87,30 @@ def write_integers(
     size = q.square().sum(dim=2, keepdim=True).sqrt_()
     size = size.maximum(SMALLEST_SIZE * size.amax(dim=1, keepdim=True)).clamp_(min=TINY).sqrt_()
     p, q = torch.bmm(mix * size.mT, p), torch.bmm(mix / size.mT, q)
-    p_odd, p_scales = _quantise(p, row_weight, torch.bmm(q, q.mT), SMALLEST_ROW_SCALE)
+    p_odd, p_scales = _quantise(p, x.row_weight, torch.bmm(q, q.mT), SMALLEST_ROW_SCALE)
     # The best Q for this P.
-    p = p_odd * (_scale(p_scales) / row_weight).unsqueeze(1)
+    p = p_odd * (_scale(p_scales) / x.row_weight).unsqueeze(1)
     gram = torch.bmm(p, p.mT)
-    q = _solve(gram, torch.bmm(p, x) / col_weight.unsqueeze(1))
-    q_odd, q_scales = _quantise(q, col_weight, gram, SMALLEST_COL_SCALE)
+    q = _solve(gram, x.times_cols(p))
+    q_odd, q_scales = _quantise(q, x.col_weight, gram, SMALLEST_COL_SCALE)
     codes = torch.cat([p_odd.flatten(1), q_odd.flatten(1)], dim=1).add_(LARGEST).div_(2).to(torch.uint8)
     if codes.shape[1] % 2:
         codes = torch.nn.functional.pad(codes, (0, 1))
-    largest = [one.amax(dim=1, keepdim=True) for one in (p_scales, q_scales)]
-    bases = [(one - LARGEST_BYTE).clamp_(min=0) for one in largest]
-    scales = [(one - base).clamp_(min=0) for one, base in zip((p_scales, q_scales), bases, strict=True)]
-    words = torch.cat(bases, dim=1).to(torch.int16).view(torch.uint8)
-    said = torch.cat([codes[:, ::2] | codes[:, 1::2] << 4, words, torch.cat(scales, dim=1).to(torch.uint8)], dim=1)
+    largest = torch.cat([p_scales.amax(dim=1, keepdim=True), q_scales.amax(dim=1, keepdim=True)], dim=1)
+    bases = (largest - LARGEST_BYTE).clamp_(min=0)
+    scales = torch.cat([p_scales - bases[:, :1], q_scales - bases[:, 1:]], dim=1).clamp_(min=0).to(torch.uint8)
+    words = bases.to(torch.int16).view(torch.uint8)
+    said = torch.cat([codes[:, ::2] | codes[:, 1::2] << 4, words, scales], dim=1)
     payload[:, : said.shape[1]] = said
-    payload[:, said.shape[1] :] = 0
-    row_scale, col_scale = map(_scale, largest)
-    bound = row_scale * (rank * LARGEST**2) * col_scale.clamp_(min=1.0)
-    return q, ~bound.isfinite().squeeze(1)
+    if said.shape[1] < payload.shape[1]:
+        payload[:, said.shape[1] :] = 0
+    row_scale, col_scale = _scale(largest).unbind(dim=1)
+    return q, row_scale * (rank * LARGEST**2) * col_scale.clamp(min=1.0)
 
 
-def read_integers(payload: Tensor, rank: int, rows: int, cols: int) -> Tensor:
-    """Return the value [n, rows, cols] fp32 of a payload."""
+def read_integers(payload: Tensor, rank: int, out: Tensor) -> Tensor:
+    """Assign the value of a payload to out [n, rows, cols] fp32; returns out."""
+    _, rows, cols = out.shape
     num_codes = rank * (rows + cols)
     end = -(-num_codes // 2)
     packed = payload[:, :end]
@@ -90,7 +118,7 @@ def read_integers(payload: Tensor, rank: int, rows: int, cols: int) -> Tensor:
     odd = codes.float().mul_(2).sub_(LARGEST)
     p, q = odd[:, : rank * rows].view(-1, rank, rows), odd[:, rank * rows :].view(-1, rank, cols)
     row_scale, col_scale = _read_scales(payload[:, end:], rows, cols)
-    return torch.bmm(p.mT, q).mul_(row_scale.unsqueeze(2)).mul_(col_scale.unsqueeze(1))
+    return torch.bmm(p.mT, q, out=out).mul_(row_scale.unsqueeze(2)).mul_(col_scale.unsqueeze(1))
 
 
 def _read_scales(payload: Tensor, rows: int, cols: int) -> tuple[Tensor, Tensor]:
@@ -116,28 +144,37 @@ def _quantise(v: Tensor, weight: Tensor, gram: Tensor, smallest: float) -> tuple
     across = torch.bmm(gram, odd)
     linear, square = (across * v).sum(dim=1, keepdim=True), (across * odd).sum(dim=1, keepdim=True)
     scale = linear / square.clamp(min=TINY)
-    scale = scale.maximum(step / 4).minimum(step).squeeze(1)  # half a step is what plain rounding would take
+    scale = scale.clamp(min=step / 4, max=step).squeeze(1)  # half a step is what plain rounding would take
     scale *= weight
     return odd, _code(scale).mul_(scale >= smallest)
 
 
 def _solve(gram: Tensor, q: Tensor) -> Tensor:
-    """Return gram^-1 q for [n, rank, rank] and [n, rank, cols]; q itself where that cannot be."""
-    gram = gram.clone()
-    diagonal = gram.diagonal(dim1=1, dim2=2)
-    diagonal += (RIDGE * diagonal.mean(dim=1, keepdim=True)).clamp_(min=TINY)
-    factor = cholesky(gram)  # not `cholesky_solve`, which lets the host wait in some versions
+    """Return gram^-1 q for [n, rank, rank] and [n, rank, cols]; where that cannot be, q over the diagonal of gram.
+
+    Rows of P are nearly dependent where the matrix has fewer directions than `rank`, such as an expert's gradient of
+    few tokens.  Without the ridge, Q then has large parts that cancel, and rounding them leaves more than was there:
+    30 times in a matrix of rank 1.  Any ridge from 1e-4 to 1e-2 prevents this; other matrices keep their errors.
+    """
+    factor = cholesky(gram.clone(), RIDGE)  # not `cholesky_solve`, which lets the host wait in some versions
     half = torch.linalg.solve_triangular(factor, q, upper=False)
     found: Tensor = torch.linalg.solve_triangular(factor.mT, half, upper=True)
     return found
 
 
-def cholesky(gram: Tensor) -> Tensor:
-    """Return Cholesky factors of gram [n, rank, rank]; the unit matrix where rounding has made it indefinite."""
+def cholesky(gram: Tensor, ridge: float) -> Tensor:
+    """Return Cholesky factors of gram [n, rank, rank], whose diagonal grows by the share `ridge`.
+
+    Where rounding has made it indefinite, they are the roots of the diagonal.
+    """
+    diagonal = gram.diagonal(dim1=1, dim2=2).mul_(1 + ridge).clamp_(min=TINY)
+    factor: Tensor
     factor, info = torch.linalg.cholesky_ex(gram)
+    if gram.device.type == "cpu" and not info.any():  # elsewhere, looking would be a device-to-host sync
+        return factor
     has_failed = info.bool()
-    factor = cast(Tensor, factor).masked_fill(has_failed.view(-1, 1, 1), 0.0)
-    factor.diagonal(dim1=1, dim2=2).add_(has_failed.unsqueeze(1))
+    factor = factor.masked_fill(has_failed.view(-1, 1, 1), 0.0)
+    factor.diagonal(dim1=1, dim2=2).add_(diagonal.sqrt() * has_failed.unsqueeze(1))
     return factor
 
 

@@ -216,10 +216,10 @@ class Codec(ABC):
         else:
             value = torch.empty_like(x)
             codec.decode_payload(payload, value, is_add=False)
-            x = x - value
-            # On an accelerator, looking at is_bad would be a device-to-host sync.
-            keeps = a.device.type != "cpu" or bool(is_bad.any())
-            other.copy_(torch.where(is_bad[:, None, None], other, x) if keeps else x)
+            if a.device.type == "cpu" and not is_bad.any():  # elsewhere, looking would be a device-to-host sync
+                torch.sub(x, value, out=other)
+            else:
+                other.copy_(torch.where(is_bad[:, None, None], other, torch.sub(x, value, out=value)))
         return packets
 
     def _decode(self, packets: Tensor, name: str, target: Tensor, *, is_add: bool) -> Tensor:

@@ -32,8 +32,15 @@ import torch
 from torch import Tensor
 
 from ds_hybridep.codecs.blockwise import Blockwise
-from ds_hybridep.codecs.integer_factors import TINY, cholesky, fixed_normal, read_integers, write_integers
-from ds_hybridep.codecs.interface import Codec, CodecState, assign_or_add
+from ds_hybridep.codecs.integer_factors import (
+    SMALLEST_UNIT,
+    Divided,
+    cholesky,
+    fixed_normal,
+    read_integers,
+    write_integers,
+)
+from ds_hybridep.codecs.interface import Codec, CodecState
 from ds_hybridep.config_codecs import BlockwiseConfig, LowRankConfig
 from ds_hybridep.geometry.packets import ITERATIONS, LowRankSizes, packets_of
 
@@ -42,10 +49,9 @@ REFRESH_INTERVAL = 64  # steps
 RMS_DECAY = 0.95  # of the mean of squares, each step
 SMALLEST_RMS = 1e-3  # of the largest: smaller rows and columns count as if they had this
 LARGEST_RMS = 1e30  # what is larger counts as this
-SMALLEST_UNIT = 2.0**-100  # in place of zero; far from numbers that some machines take for zero
 START = 0x5EED  # of random numbers
 MOST_ELEMENTS = 2**25  # that are encoded at once; it takes about four times their memory
-RIDGE = 3e-5  # added to the diagonal of a Gram matrix of unit rows: more than rounding can take away
+RIDGE = 3e-5  # by this share the diagonal of a Gram matrix grows: more than rounding can take away
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,51 +120,53 @@ class LowRank(Codec):
     ) -> Tensor:
         """Encode factors and rest."""
         end = self.sizes.factors_bytes(x.shape[1], x.shape[2])
-        is_overflow, found = self._encode_factors(x, x if sizes is None else sizes, state, payload[:, :end])
+        is_overflow, is_zero, found = self._encode_factors(x, x if sizes is None else sizes, state, payload[:, :end])
+        keeps = is_bad | is_overflow
         for name, tensor in found.items():
-            keeps = is_bad | is_overflow
-            if name == "q":  # nothing can be found from zeros, which a tensor of zeros leaves
-                keeps = keeps | ~tensor.flatten(1).any(dim=1)
+            # Nothing can be found from zeros, which a tensor of zeros leaves.
+            keeps_this = (keeps | is_zero).unsqueeze(1).unsqueeze(2) if name == "q" else keeps.unsqueeze(1)
             # In place: memory of another stream must not be freed in this one.
-            before = state.tensors[name]
-            before.copy_(torch.where(keeps.view(-1, *[1] * (tensor.dim() - 1)), before, tensor))
+            torch.where(keeps_this, state.tensors[name], tensor, out=state.tensors[name])
         if self.rest is None:
             return is_overflow
-        left = x - read_integers(payload[:, :end], self.effective_rank(x.shape[1], x.shape[2]), *x.shape[1:])
+        left = read_integers(payload[:, :end], self.effective_rank(x.shape[1], x.shape[2]), torch.empty_like(x))
+        left = torch.sub(x, left, out=left)
         return is_overflow | self.rest.encode_payload(left, state, payload[:, end:], is_bad, sizes=None)
 
     def _encode_factors(
         self, x: Tensor, sizes: Tensor, state: CodecState, payload: Tensor
-    ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Write the factors of x to payload.  Returns [n] bool, overflows, and the next tensors of the state."""
-        # Squares of products must stay within fp32; a power of two changes no bits.
-        unit = x.flatten(1).abs().amax(dim=1, keepdim=True).clamp(min=SMALLEST_UNIT).log2().floor().exp2()
-        row_weight, col_weight, found = self._weights(sizes, state)
-        row_weight = row_weight * unit
-        x = x / row_weight.unsqueeze(2)
+    ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+        """Write the factors of x to payload.
 
+        Returns [n] bool, tensors that overflow; [n] bool, those whose q is zero; and the next tensors of the state.
+        """
+        row_weight, col_weight, found = self._weights(sizes, state)
+        divided = Divided(x, row_weight, col_weight)
         q = self._start(state, len(x))
         for _ in range(ITERATIONS):
-            p = orthonormal(torch.bmm(q / col_weight.unsqueeze(1), x.mT))
-            q = torch.bmm(p, x) / col_weight.unsqueeze(1)
-        weights = {"row_weight": row_weight, "col_weight": col_weight}
-        q, is_overflow = write_integers(p, q, x, **weights, payload=payload)
-        is_overflow |= ~q.isfinite().flatten(1).all(dim=1)
+            p = orthonormal(divided.times_rows(q))
+            q = divided.times_cols(p)
+        q, bound = write_integers(p, q, divided, payload=payload)
+        largest = q.flatten(1).abs().amax(dim=1)
+        is_overflow = ~(bound + largest).isfinite()
         payload.masked_fill_(is_overflow[:, None], 0)  # what it leaves to `rest` must be finite
-        return is_overflow, {"q": q, **found}
+        return is_overflow, largest == 0, {"q": q, **found}
 
     def _weights(self, sizes: Tensor, state: CodecState) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         """Return sizes of rows [n, rows] and columns [n, cols] relative to the largest, and their next means."""
         n, rows, cols = sizes.shape
         if self.config.weighting == "none":
             return sizes.new_ones(n, rows), sizes.new_ones(n, cols), {}
-        weights, found, squares = [], {}, sizes.square()
-        for name, dim in (("row_rms", 2), ("col_rms", 1)):
-            now = squares.mean(dim).mul_(1 - RMS_DECAY).sqrt_()
-            rms = torch.hypot(state.tensors[name] * RMS_DECAY**0.5, now).clamp_(max=LARGEST_RMS)
-            weights.append((rms / rms.amax(dim=1, keepdim=True).clamp(min=SMALLEST_UNIT)).clamp_(min=SMALLEST_RMS))
-            found[name] = rms
-        return weights[0], weights[1], found
+        squares = sizes.square()
+        now = torch.cat([squares.mean(2), squares.mean(1)], dim=1).mul_(1 - RMS_DECAY).sqrt_()
+        before = torch.cat([state.tensors["row_rms"], state.tensors["col_rms"]], dim=1)
+        rms = torch.hypot(before.mul_(RMS_DECAY**0.5), now).clamp_(max=LARGEST_RMS)
+        row_rms, col_rms = rms.split([rows, cols], dim=1)
+        row_weight, col_weight = (
+            (one / one.amax(dim=1, keepdim=True).clamp_(min=SMALLEST_UNIT)).clamp_(min=SMALLEST_RMS)
+            for one in (row_rms, col_rms)
+        )
+        return row_weight, col_weight, {"row_rms": row_rms, "col_rms": col_rms}
 
     def _start(self, state: CodecState, n: int) -> Tensor:
         """Return the q [n, rank, cols] to start from: that of the step before, or one that is fixed for the step."""
@@ -173,10 +181,12 @@ class LowRank(Codec):
         end, rank = self.sizes.factors_bytes(rows, cols), self.effective_rank(rows, cols)
         with _in_fp32(out.device):
             for some in _chunks(out):
-                value = read_integers(payload[some, :end], rank, rows, cols)
+                value = torch.empty_like(out[some]) if is_add else out[some]
+                read_integers(payload[some, :end], rank, value)
                 if self.rest is not None:
                     self.rest.decode_payload(payload[some, end:], value, is_add=True)
-                assign_or_add(out[some], value, is_add=is_add)
+                if is_add:
+                    out[some].add_(value)
 
 
 def _chunks(x: Tensor) -> list[slice]:
@@ -197,8 +207,5 @@ def orthonormal(p: Tensor) -> Tensor:
 
     This is Cholesky's method.  Rows that depend on others become shorter: they are what rounding has left of them.
     """
-    p = p / p.square().sum(dim=2, keepdim=True).sqrt_().clamp_(min=TINY)
-    gram = torch.bmm(p, p.mT)
-    gram.diagonal(dim1=1, dim2=2).add_(RIDGE)
-    found: Tensor = torch.linalg.solve_triangular(cholesky(gram), p, upper=False)
+    found: Tensor = torch.linalg.solve_triangular(cholesky(torch.bmm(p, p.mT), RIDGE), p, upper=False)
     return found

@@ -3,13 +3,16 @@
 
 import argparse
 import json
+from pathlib import Path
 from typing import Any
 
 from ds_hybridep.commands import question as asking
+from ds_hybridep.commands.page import write_page
+from ds_hybridep.commands.plan_page import STYLE, body_of, title_of
 from ds_hybridep.errors import ConfigError
 from ds_hybridep.plan.answer import Answer
-from ds_hybridep.plan.paste import ds_config_of, launch_of
-from ds_hybridep.plan.planner import make_plan
+from ds_hybridep.plan.paste import ds_config_of, launch_of, reminders_of
+from ds_hybridep.plan.planner import answer_of
 from ds_hybridep.plan.summary import describe, is_for_you, verdict
 from ds_hybridep.plan.sweep import describe_sweep, sweep_json, sweep_wan
 from ds_hybridep.plan.table import bill_of, chosen_row, row_of_way, rows_of
@@ -36,6 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--price-per-gb", type=float, metavar="PRICE", help="of what leaves a datacentre, for money in its currency")
     add("--sweep", choices=("wan",), help="instead: at which bandwidth between datacentres each layout begins to win")
     add("--json", action="store_true", help="print JSON")
+    add("--html", type=Path, metavar="FILE", help="write the answer as a page for a browser too")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -43,12 +47,16 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(
             f"--steps and --price-per-gb: got {args.steps} and {args.price_per_gb}, wanted >= 1 and >= 0"
         )
+    if args.html is not None and args.sweep is not None:
+        raise ConfigError("--html: a page has one answer, but --sweep has many; give one of the two")
     question = asking.read_question(args)
     if args.sweep is not None:
         points = sweep_wan(question)
         print(json.dumps({"sweep": sweep_json(points)}, indent=2) if args.json else describe_sweep(question, points))
         return 0
-    answer = make_plan(question)
+    answer = answer_of(question)
+    if args.html is not None:
+        write_page(args.html, title_of(answer), body_of(answer, args.steps, args.price_per_gb), STYLE)
     if args.json:
         print(json.dumps(answer_json(answer, args.steps, args.price_per_gb), indent=2))
         return 0
@@ -56,8 +64,7 @@ def run(args: argparse.Namespace) -> int:
     if is_for_you(answer):
         print("\nds_config.json:\n" + json.dumps(ds_config_of(answer), indent=2))
         print("\nStart it:\n" + "\n".join(f"  {line}" for line in launch_of(answer)))
-        if args.checkpointing:
-            print("Switch activation checkpointing on in your script (Trainer: gradient_checkpointing=True).")
+        print("".join(f"{line}\n" for line in reminders_of(answer)), end="")
     return 0
 
 
@@ -84,6 +91,6 @@ def answer_json(answer: Answer, steps: int = DEFAULT_STEPS, price_per_gb: float 
             name: vars(bill_of(row, answer.question, steps, price_per_gb))
             for name, row in (("chosen", chosen), ("now", now))
         },
-        "ds_config": ds_config_of(answer),
-        "launch": launch_of(answer),
+        "ds_config": None if answer.lacking_bytes else ds_config_of(answer),
+        "launch": None if answer.lacking_bytes else launch_of(answer),
     }

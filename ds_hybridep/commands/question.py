@@ -113,7 +113,7 @@ def _add_training_arguments(parser: argparse.ArgumentParser) -> None:
     add("--dtype", choices=sorted(DTYPE_BYTES), help="type of parameters and activations; default bf16")
     add(
         "--learning-rate", type=float, default=DEFAULT_LEARNING_RATE, metavar="LR",
-        help="learning rate of AdamW, which decides the size of patches; default %(default)g",
+        help="learning rate of AdamW, which decides the size of patches; default %(default)g, as in fine-tuning",
     )  # fmt: skip
     add("--checkpointing", action="store_true", help="activation checkpointing")
     add("--fused-loss", action="store_true", help="the loss is computed in pieces, without all logits in memory")

@@ -4,6 +4,7 @@
 `planner` finds it; `summary` puts it in words, tables and settings.
 """
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -46,6 +47,7 @@ class Candidate:
 class Answer:
     """The answer to a question.
 
+    best: the best plan that fits; if none does, the one that lacks least.
     others: all plans but the best, fastest first; those that do not fit come last.
     """
 
@@ -71,6 +73,11 @@ class Answer:
         return self.better_as_sites or self.best
 
     @property
+    def lacking_bytes(self) -> float:
+        """Memory that the chosen way lacks; 0: it fits."""
+        return self.chosen.lacking_bytes
+
+    @property
     def chosen_memory(self) -> Memory:
         chosen = self.chosen
         if isinstance(chosen, Candidate):
@@ -94,7 +101,7 @@ class Answer:
         return self._fastest(way for way in self.alternatives if way.sites is not None and way.sites.every == 1)
 
     def _fastest(self, ways: Iterable[Alternative]) -> Alternative | None:
-        least_s = self.best.step_s * (1 - TIE)
+        least_s = math.inf if self.best.lacking_bytes else self.best.step_s * (1 - TIE)
         faster = (way for way in ways if way.is_possible and way.step_s < least_s and way.dropped <= TIE)
         return min(faster, key=lambda way: way.step_s, default=None)
 

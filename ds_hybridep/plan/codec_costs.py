@@ -36,7 +36,7 @@ DEFAULT_LEARNING_RATE = 1e-5
 ENCODE_TRAFFIC = 3 * FP32_BYTES
 DECODE_TRAFFIC = 2 * FP32_BYTES
 # Low rank reads and writes tensors so many times, and multiplies them by one factor so many times: counted in a test.
-LOW_RANK_ENCODE_TRAFFIC, LOW_RANK_ENCODE_PRODUCTS = 34 * FP32_BYTES, 2 * ITERATIONS + 2
+LOW_RANK_ENCODE_TRAFFIC, LOW_RANK_ENCODE_PRODUCTS = 22 * FP32_BYTES, 2 * ITERATIONS + 2
 LOW_RANK_DECODE_TRAFFIC, LOW_RANK_DECODE_PRODUCTS = 8 * FP32_BYTES, 1
 # Patches: encoding passes over values to count, to code and to remember them; decoding reads, changes and checks them.
 PATCH_ENCODE_TRAFFIC = 8 * PATCHED_BYTES

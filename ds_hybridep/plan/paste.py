@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What to paste and to type: a complete ds_config, and how to start the job."""
 
+import math
 from typing import Any
 
 from ds_hybridep.plan.answer import Answer, Candidate
@@ -103,3 +104,25 @@ def launch_of(answer: Answer) -> list[str]:
     else:  # a launch with a hostfile does not pass the variable on
         jobs = [f'{start.replace("hosts", f"hosts_{name}")}  # "name": "{name}" in "sites"' for name in names]
     return [f"ds_hybridep meet --port {MEETING_PORT} --secret-file secret --folder meeting", *jobs]
+
+
+def reminders_of(answer: Answer) -> list[str]:
+    """Sentences: what no ds_config switches on, and what its reader must know."""
+    workload, cluster = answer.question.workload, answer.question.cluster
+    outer, of_machine = cluster.levels[0].name, math.gcd(cluster.sizes[-1], GPUS_OF_MACHINE)
+    lines = [
+        "train.py is your script. With the Trainer, TrainingArguments must have the same batch, accumulation and rate."
+    ]
+    if any("--hostfile" in line for line in launch_of(answer)):
+        lines.append(
+            f"A file of hosts has a line for each machine, such as 'machine1 slots={of_machine}': all of one {outer}, "
+            f"then all of the next."
+        )
+    if not isinstance(answer.chosen, Candidate):
+        lines.append(
+            f"meet runs on one machine that all sites reach; its address stands for HOST. Each other line runs in its "
+            f"own {outer}. All have the same file secret (docs/sites.md)."
+        )
+    if workload.is_checkpointed:
+        lines.append("Switch activation checkpointing on in your script (Trainer: gradient_checkpointing=True).")
+    return lines

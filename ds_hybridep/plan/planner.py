@@ -20,10 +20,9 @@ def make_plan(question: Question) -> Answer:
 
     Raises PlanError if experts do not fit the ranks, or if no plan fits the memory.
     """
-    candidates = list(price_all(question))
-    fitting = [one for one in candidates if not one.lacking_bytes]
-    if not fitting:
-        least = min(candidates, key=lambda one: one.lacking_bytes)
+    answer = answer_of(question)
+    if answer.best.lacking_bytes:
+        least = answer.best
         raise PlanError(
             f"no plan fits: the smallest, {least.label}, needs {least.memory.total_bytes / 1e9:.1f} GB on each rank "
             f"({least.memory.state_bytes / 1e9:.1f} GB of parameters, gradients and optimizer state, "
@@ -31,7 +30,20 @@ def make_plan(question: Question) -> Answer:
             f"{least.lacking_bytes / 1e9:.1f} GB more than there are; use more ranks, fewer tokens, activation "
             f"checkpointing, a higher ZeRO stage or adapters"
         )
-    best = _simplest_of_the_fastest(fitting)
+    return answer
+
+
+def answer_of(question: Question) -> Answer:
+    """The same; but where no plan fits, the best is the one that lacks least, and has `lacking_bytes`.
+
+    Raises PlanError if experts do not fit the ranks.
+    """
+    candidates = list(price_all(question))
+    fitting = [one for one in candidates if not one.lacking_bytes]
+    if fitting:
+        best = _simplest_of_the_fastest(fitting)
+    else:
+        best = min(candidates, key=lambda one: (one.lacking_bytes, one.step_s))
     others = [replace(one, reason=_why_lost(one, best)) for one in candidates if one is not best]
     others.sort(key=lambda one: (one.lacking_bytes > 0, one.step_s))
     answer = Answer(question=question, best=best, others=tuple(others), alternatives=tuple(alternatives(question)))
@@ -96,6 +108,8 @@ def _why_lost(candidate: Candidate, best: Candidate) -> str:
 
 
 def _why_won(best: Candidate, runner_up: Candidate | None) -> str:
+    if best.lacking_bytes:
+        return f"no plan fits; {lacking_note(best.lacking_bytes)}, the least of all"
     if runner_up is None:
         return "the only plan that fits"
     ratio = runner_up.step_s / best.step_s

@@ -55,6 +55,11 @@ class Question:
                 yield replace(plan, hot=HotLimit(level, 2**power))
 
     @property
+    def allows_lossy(self) -> bool:
+        """True if gradients may lose something."""
+        return any(codecs.is_lossy for codecs in self.codecs)
+
+    @property
     def expert_groups(self) -> tuple[ExpertGroup, ...]:
         return self.groups or candidate_groups(self.cluster, self.workload.model.num_experts)
 

@@ -6,11 +6,11 @@ from typing import Literal
 
 from ds_hybridep.geometry.cluster import Cluster
 from ds_hybridep.plan.memory import Memory, memory_of
-from ds_hybridep.plan.pipeline import pipelines
+from ds_hybridep.plan.pipeline import Pipeline, pipelines
 from ds_hybridep.plan.plan import CodecCosts, Plan, PricedPlan, SummedBy
 from ds_hybridep.plan.question import Question, largest_group
 from ds_hybridep.plan.routing import Routing, routing_of
-from ds_hybridep.plan.sharded import sharded
+from ds_hybridep.plan.sharded import Division, sharded
 from ds_hybridep.plan.sites import Sites, sites_of
 from ds_hybridep.plan.stream_model import StepPrediction, predict
 from ds_hybridep.plan.workload import Workload
@@ -30,7 +30,7 @@ class Alternative:
 
     is_now: people have it without this program: DeepSpeed's layers, ZeRO-3, FSDP.
     sites: of one job for each child of level 0.  A way without it and `plan` that nobody has now is only priced.
-    refused: why it cannot train this; empty: it can.
+    refused: why it cannot train this, or not as asked; empty: it can.
     waits: what a rank waits for, and for how many seconds, where there is no prediction.
     """
 
@@ -70,9 +70,9 @@ def alternatives(question: Question) -> list[Alternative]:
     plain = without_domains(across.spans(cluster), question.dense_sync)
     strided = ", strided" if across.is_strided else ""
     deduplicated, _ = question.with_best_exchange(plain)
-    result = [_sharded(question, is_inside=False)]
+    result = [_sharded(question, "everywhere")]
     if cluster.sizes[0] > 1 and len(cluster.levels) > 1:
-        result.append(_sharded(question, is_inside=True))
+        result += [_sharded(question, "quantised"), _sharded(question, "inside")]
     result += [
         _provided(question, f"DeepSpeed, EP over {across.ep_size}{strided}", _by_deepspeed(plain)),
         _provided(question, f"EP over {across.ep_size}{strided}, exchange de-duplicated", deduplicated),
@@ -91,28 +91,37 @@ def alternatives(question: Question) -> list[Alternative]:
 # ---- what people have now ----
 
 
-def _sharded(question: Question, *, is_inside: bool) -> Alternative:
+def _sharded(question: Question, division: Division) -> Alternative:
     """With the largest micro-batches that fit; a step has the same tokens."""
     cluster, workload, parts = question.cluster, question.workload, 1
-    found = sharded(cluster, workload, question.rates, is_inside=is_inside)
+    found = sharded(cluster, workload, question.rates, division)
     while question.lacking_bytes(found.memory) and workload.tokens_per_rank // (2 * parts) >= _least_tokens(workload):
         parts *= 2
         smaller = replace(
             workload, tokens_per_rank=workload.tokens_per_rank // parts, micro_steps=workload.micro_steps * parts
         )
-        found = sharded(cluster, smaller, question.rates, is_inside=is_inside)
+        found = sharded(cluster, smaller, question.rates, division)
     lacking, outer = question.lacking_bytes(found.memory), cluster.levels[0].name
-    remark = f"micro-batches of {workload.tokens_per_rank // parts} tokens" if parts > 1 else ""
-    where = f"inside each {outer}, gradients across" if is_inside else f"over all {cluster.num_ranks} ranks"
+    is_lossy = division == "quantised"
+    refused = "lossy, and only exact ways are asked for" if is_lossy and not question.allows_lossy else ""
+    remarks = [refused] if refused else []
+    remarks += [f"micro-batches of {workload.tokens_per_rank // parts} tokens"] if parts > 1 else []
+    names: dict[Division, str] = {
+        "everywhere": f"ZeRO-3 or FSDP over all {cluster.num_ranks} ranks",
+        "inside": f"ZeRO-3 or FSDP inside each {outer}, gradients across",
+        "quantised": f"ZeRO++ (hpZ inside each {outer}, 8-bit weights, 4-bit gradients)",
+    }
     return Alternative(
-        name=f"ZeRO-3 or FSDP {where}",
+        name=names[division],
         step_s=found.step_s,
         memory_bytes=found.memory.total_bytes,
         lacking_bytes=lacking,
         crossing_bytes=found.link_bytes,
-        note="; ".join([lacking_note(lacking)] * (lacking > 0) + [remark] * (parts > 1)),
-        remark=remark,
+        note="; ".join([*([lacking_note(lacking)] if lacking else []), *remarks]),
+        remark="; ".join(remarks),
+        training="lossy" if is_lossy else "exact",
         is_now=True,
+        refused=refused,
         waits=("parameters and gradients", found.wait_s),
     )
 
@@ -215,7 +224,7 @@ def sites_at(question: Question, every: int) -> Alternative:
         crossing_bytes=one.uplink_bytes,
         note=f"{lacking_note(lacking) + '; ' if lacking else ''}{_why(one, cluster, inside, codecs)}",
         training="local steps" if every > 1 else "lossy" if codecs.is_lossy else "exact",
-        waits=("the exchange of sites", one.exchange_s),
+        waits=whole.waits({"the exchange of sites": one.exchange_s}),
     )
 
 
@@ -254,9 +263,16 @@ def _pipeline(question: Question) -> list[Alternative]:
         memory_bytes=best.memory.total_bytes,
         crossing_bytes=best.border_bytes,
         note=f"{stages * workload.micro_steps} micro-batches, bubble {best.bubble_s:.3g} s",
-        waits=("other stages", best.bubble_s),
+        waits=_waits_of_pipeline(whole, best),
     )
     return [_elsewhere(question, way, best.memory)]
+
+
+def _waits_of_pipeline(whole: StepPrediction, pipeline: Pipeline) -> tuple[str, float]:
+    """Its stages compute as long as all layers on one child; what that child waits for, they wait for likewise."""
+    words, inside_s = whole.waits()
+    longest = "other stages" if pipeline.bubble_s >= inside_s else words
+    return longest, pipeline.step_s - (whole.step_s - inside_s)
 
 
 def _local_sgd(question: Question) -> Alternative:
@@ -275,7 +291,7 @@ def _local_sgd(question: Question) -> Alternative:
         crossing_bytes=averaged.level_bytes(0) / LOCAL_STEPS,
         note="not the same training: loss may differ",
         training="local steps",
-        waits=("averages", average_s),
+        waits=whole.waits({"averages": average_s}),
     )
     return _elsewhere(question, way, memory)
 

@@ -1,20 +1,30 @@
 # SPDX-License-Identifier: Apache-2.0
-"""ZeRO-3, FSDP: no expert parallelism; every rank computes its own tokens with whole layers, which it gathers.
+"""ZeRO-3, FSDP, ZeRO++: no expert parallelism; every rank computes its own tokens with whole layers, which it gathers.
 
     everywhere    parameters, gradients and optimizer are divided among all ranks: ZeRO-3, FSDP
     inside        they are divided inside each child of level 0, and gradients are averaged across: FSDP's
-                  HYBRID_SHARD, MiCS; with hpZ, ZeRO++ gathers like this in the backward
+                  HYBRID_SHARD, MiCS
+    quantised     they are divided among all ranks, with a second copy of the parameters divided inside each child:
+                  ZeRO++ with hpZ, qwZ and qgZ
 
 Each micro-step gathers all parameters for the forward and again for the backward, and sums the trained ones' gradients
 to their owners.  All of it is assumed to hide behind computing, and averages across behind the last backward, which
 is the most that an implementation can reach.
+
+ZeRO++ gathers for the forward over all ranks, and for the backward inside each child, both in 8 bits.  Gradients are
+exchanged in 4 bits, inside each machine and then between machines.  Scales of the blocks are left out.
+
+Sources: ZeRO++, arXiv 2306.10209, section 3; DeepSpeed's runtime/zero/partition_parameters.py (the backward gathers
+from the secondary tensor) and runtime/comm/coalesced_collectives.py::all_to_all_quant_reduce.
 """
 
 import math
 from dataclasses import dataclass
+from typing import Literal
 
 from ds_hybridep.geometry.cluster import Cluster, known_or_assumed_bandwidths, latencies_of
 from ds_hybridep.plan.activations import activations_of
+from ds_hybridep.plan.machines import GPUS_OF_MACHINE
 from ds_hybridep.plan.memory import Memory
 from ds_hybridep.plan.rates import Rates
 from ds_hybridep.plan.workload import ADAM_BYTES, MASTER_BYTES, Workload
@@ -22,6 +32,10 @@ from ds_hybridep.plan.workload import ADAM_BYTES, MASTER_BYTES, Workload
 GATHERS = 2  # of all parameters in a micro-step: forward and backward
 LAYERS_AT_ONCE = 2  # whole layers on a rank: the one at work, and the next
 RING_PASSES = 2.0  # of a ring that sums and gathers
+QUANTISED_WEIGHT_BYTES = 1.0  # qwZ
+QUANTISED_GRADIENT_BYTES = 0.5  # qgZ
+
+Division = Literal["everywhere", "inside", "quantised"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,28 +48,19 @@ class Sharded:
     memory: Memory
 
 
-def sharded(cluster: Cluster, workload: Workload, rates: Rates, *, is_inside: bool) -> Sharded:
-    """Price it.  is_inside: divide inside each child of level 0 only."""
-    num_ranks = cluster.ranks_below[0] if is_inside else cluster.num_ranks
+def sharded(cluster: Cluster, workload: Workload, rates: Rates, division: Division) -> Sharded:
+    """Price it."""
     bandwidths = [one / rates.wire_factor for one in known_or_assumed_bandwidths(cluster)]
-    # 1. A micro-step: a ring passes each link of the ranks that share, once for each gather or sum.
+    # 1. A micro-step.
     forward_s, backward_s = _computing_s(workload, rates)
-    trained_bytes = workload.num_train_params * workload.param_bytes
-    all_bytes = _num_params(workload) * workload.param_bytes
-    share = (num_ranks - 1) / num_ranks
-    passed_bytes = share * (GATHERS * all_bytes + trained_bytes)
-    crossed = [
-        bandwidth
-        for level, (bandwidth, size) in enumerate(zip(bandwidths, cluster.sizes, strict=True))
-        if size > 1 and not (is_inside and level == 0)
-    ]
-    slowest = min(crossed, default=math.inf)
-    micro_s = max(forward_s + backward_s, passed_bytes / slowest)
+    passed = _passed_bytes(cluster, workload, division)
+    sending_s = [num_bytes / bandwidth for num_bytes, bandwidth in zip(passed, bandwidths, strict=True)]
+    micro_s = max(forward_s + backward_s, *sending_s)
     step_s = workload.micro_steps * micro_s + rates.step_s
     # 2. Across.
-    link_bytes = 0.0 if is_inside else workload.micro_steps * passed_bytes
-    if is_inside and (num_children := cluster.sizes[0]) > 1:
-        link_bytes = RING_PASSES * (num_children - 1) / num_children * trained_bytes
+    link_bytes = workload.micro_steps * passed[0]
+    if division == "inside" and (num_children := cluster.sizes[0]) > 1:
+        link_bytes = RING_PASSES * (num_children - 1) / num_children * workload.num_train_params * workload.param_bytes
         step_s += (
             max(link_bytes / bandwidths[0] - backward_s, 0.0)
             + RING_PASSES * (num_children - 1) * latencies_of(cluster)[0]
@@ -64,8 +69,41 @@ def sharded(cluster: Cluster, workload: Workload, rates: Rates, *, is_inside: bo
         step_s=step_s,
         wait_s=step_s - workload.micro_steps * (forward_s + backward_s),
         link_bytes=link_bytes if cluster.sizes[0] > 1 else 0.0,
-        memory=_memory(workload, num_ranks),
+        memory=_memory(cluster, workload, division),
     )
+
+
+def _passed_bytes(cluster: Cluster, workload: Workload, division: Division) -> list[float]:
+    """By level, bytes over one uplink in a micro-step, without averages across.
+
+    A ring passes each link of the ranks that share, once for each gather or sum.
+    """
+    num_trained, num_all = workload.num_train_params, _num_params(workload)
+
+    def of_ring(num_ranks: int, num_bytes: float) -> float:
+        return (num_ranks - 1) / num_ranks * num_bytes
+
+    if division != "quantised":
+        num_bytes = float((GATHERS * num_all + num_trained) * workload.param_bytes)
+        by_ring = of_ring(cluster.ranks_below[0] if division == "inside" else cluster.num_ranks, num_bytes)
+        return [
+            0.0 if size == 1 or (division == "inside" and level == 0) else by_ring
+            for level, size in enumerate(cluster.sizes)
+        ]
+    forward = of_ring(cluster.num_ranks, num_all * QUANTISED_WEIGHT_BYTES)
+    backward = of_ring(cluster.ranks_below[0], num_all * QUANTISED_WEIGHT_BYTES)
+    gradients = num_trained * QUANTISED_GRADIENT_BYTES
+    of_machine = math.gcd(cluster.sizes[-1], GPUS_OF_MACHINE)
+    num_machines = cluster.num_ranks // of_machine
+    result = []
+    for level, size in enumerate(cluster.sizes):
+        # Of each machine below, a share goes to the machines that are not below the same child.
+        below = cluster.ranks_below[level]
+        machines_below = below / of_machine  # less than one: its part of a machine's share
+        leaving = machines_below * gradients * (num_machines - max(machines_below, 1.0)) / num_machines
+        inside = of_ring(of_machine, gradients) if below < of_machine else 0.0
+        result.append(0.0 if size == 1 else forward + (backward if level else 0.0) + leaving + inside)
+    return result
 
 
 def _num_params(workload: Workload) -> int:
@@ -86,14 +124,17 @@ def _computing_s(workload: Workload, rates: Rates) -> tuple[float, float]:
     return forward_s, backward_s + (forward_s if workload.is_checkpointed else 0.0)
 
 
-def _memory(workload: Workload, num_ranks: int) -> Memory:
+def _memory(cluster: Cluster, workload: Workload, division: Division) -> Memory:
     """A share of everything, whole layers at work, and activations with all experts."""
     model = workload.model
+    num_ranks = cluster.ranks_below[0] if division == "inside" else cluster.num_ranks
     all_params, trained = _num_params(workload), workload.num_train_params
     of_layer = model.num_experts * model.expert_params + model.dense_params / model.widths.num_layers
     master_bytes = MASTER_BYTES if workload.param_bytes < MASTER_BYTES else 0
     optimizer_bytes = trained * (ADAM_BYTES + master_bytes) / num_ranks
     kept_bytes = (all_params + trained) * workload.param_bytes / num_ranks
+    if division == "quantised":  # hpZ's copy
+        kept_bytes += all_params * workload.param_bytes / cluster.ranks_below[0]
     on_host = optimizer_bytes if workload.offloads_optimizer else 0.0
     return Memory(
         dense_bytes=kept_bytes + optimizer_bytes - on_host,

@@ -31,6 +31,15 @@ TERM_WORDS = {  # causes of the seconds of a step, which add up to the step
     "expert_sync_s": "synchronising experts that several groups hold",
     "host_s": "calls and messages",
 }
+WAITS = {  # terms of a step that are no training arithmetic, in words
+    "tokens_s": "token rows",
+    "expert_weights_s": "expert weights",
+    "expert_gradients_s": "expert gradients",
+    "dense_sync_s": "dense gradients",
+    "expert_sync_s": "copies of experts",
+    "codec_s": "encoding",
+    "host_s": "calls",
+}
 
 
 @dataclass(frozen=True)
@@ -43,6 +52,14 @@ class StepPrediction:
     @property
     def step_s(self) -> float:
         return math.fsum(self.terms_s.values())
+
+    def waits(self, more: Mapping[str, float] | None = None) -> tuple[str, float]:
+        """What a rank waits for longest, in words, and the seconds in which it does no training arithmetic, in all.
+
+        more: seconds that come to the step, by words.
+        """
+        seconds = {words: self.terms_s[term] for term, words in WAITS.items()} | dict(more or {})
+        return max(seconds, key=lambda words: seconds[words]), math.fsum(seconds.values())
 
     def level_bytes(self, level: int) -> float:
         """Bytes of all kinds over one uplink of `level`."""

@@ -1,25 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """The ten rows that answer "what will I get": what people have now, this program's ways, and two others."""
 
-import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-from ds_hybridep.plan.answer import Answer, Candidate
+from ds_hybridep.plan.answer import TIE, Answer, Candidate
 from ds_hybridep.plan.plan import listed
 from ds_hybridep.plan.question import Question
 from ds_hybridep.plan.rivals import Alternative, Training
 
-WAITS = {  # terms of a step that are no training arithmetic, in words
-    "tokens_s": "token rows",
-    "expert_weights_s": "expert weights",
-    "expert_gradients_s": "expert gradients",
-    "dense_sync_s": "dense gradients",
-    "expert_sync_s": "copies of experts",
-    "codec_s": "encoding",
-    "host_s": "calls",
-}
+MOST_NOW = 4  # rows of what people have; the table has ten at most
 LEAST_WAIT = 0.05  # share of a step that is worth a word
 
 
@@ -57,18 +48,29 @@ class Row:
 def rows_of(answer: Answer) -> list[Row]:
     """At most ten rows that differ, in the order of the report."""
     ways = answer.alternatives
-    rows = [row_of_way(answer, way) for way in ways if way.is_now]
+    rows = [row_of_way(answer, way) for way in _ways_now(answer)]
     rows += [row_of_plan(answer, one) for one in _our_plans(answer)]
     rows += [row_of_way(answer, way) for way in ways if way.sites is not None]
     return rows + [row_of_way(answer, way) for way in ways if not way.is_provided]
 
 
+def _ways_now(answer: Answer) -> list[Alternative]:
+    """What people have now, without the slowest if there are many."""
+    ways = [way for way in answer.alternatives if way.is_now]
+    best = sorted(ways, key=lambda way: (way is not answer.now, not way.is_possible, way.step_s))[:MOST_NOW]
+    return [way for way in ways if way in best]
+
+
 def _our_plans(answer: Answer) -> Iterable[Candidate]:
-    """The best plan that loses nothing, and the best one that does."""
+    """The best plan that loses nothing, and the best one that does, if it is faster; if none fits, the smallest."""
     fitting = [one for one in (answer.best, *answer.others) if not one.lacking_bytes]
     exact = [one for one in fitting if not is_lossy(one)]
     lossy = [one for one in fitting if is_lossy(one)]
-    return [answer.best if answer.best in group else group[0] for group in (exact, lossy) if group]
+    if not fitting:
+        return [answer.best]
+    found = [answer.best if answer.best in group else group[0] for group in (exact, lossy) if group]
+    is_worth_it = len(found) < 2 or found[1].step_s < found[0].step_s * (1 - TIE)
+    return found if is_worth_it else found[:1]
 
 
 def is_lossy(candidate: Candidate) -> bool:
@@ -76,7 +78,7 @@ def is_lossy(candidate: Candidate) -> bool:
 
 
 def row_of_plan(answer: Answer, candidate: Candidate) -> Row:
-    term, wait_s = _waits(candidate.prediction.terms_s)
+    term, wait_s = candidate.prediction.waits()
     training: Training = "lossy" if is_lossy(candidate) else "exact"
     return Row(
         kind="ours",
@@ -97,9 +99,7 @@ def row_of_plan(answer: Answer, candidate: Candidate) -> Row:
 
 
 def row_of_way(answer: Answer, way: Alternative) -> Row:
-    term, wait_s = way.waits or ("", 0.0)
-    if way.prediction is not None:
-        term, wait_s = _waits(way.prediction.terms_s)
+    term, wait_s = way.waits or ("", 0.0) if way.prediction is None else way.prediction.waits()
     kind: Literal["now", "sites", "elsewhere"] = "elsewhere"
     if way.is_now or way.sites is not None:
         kind = "now" if way.is_now else "sites"
@@ -132,12 +132,6 @@ def tokens_per_s(question: Question, step_s: float) -> float:
     """Tokens of all ranks in a second."""
     workload = question.workload
     return question.cluster.num_ranks * workload.tokens_per_rank * workload.micro_steps / step_s
-
-
-def _waits(terms_s: Mapping[str, float]) -> tuple[str, float]:
-    """What a rank waits for longest, and the seconds of all that it waits for."""
-    term = max(WAITS, key=lambda name: terms_s[name])
-    return WAITS[term], math.fsum(terms_s[name] for name in WAITS)
 
 
 # ---- hours and money ----

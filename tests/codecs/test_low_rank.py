@@ -242,3 +242,30 @@ def test_a_rest_that_overflows_flags_the_packet(kernels):
     assert non_finite(packets).tolist() == [False, True]
     assert torch.equal(residual[1], torch.zeros(64, 64))
     assert residual[0].abs().max() > 0
+
+
+@pytest.mark.parametrize("spec", [{**BALANCED, "ratio": 50}, {**BALANCED, "ratio": 50, "rest": "int2"}], ids=str)
+@pytest.mark.parametrize("kind", ["one direction", "few tokens", "few rows", "few columns"])
+def test_matrices_of_fewer_directions_than_the_rank_arrive(kind, spec):
+    """The gradient of an expert that got few tokens: the residual must not grow, or it leaves fp32 soon."""
+    generator = torch.Generator().manual_seed(7)
+
+    def random(*shape):
+        return torch.randn(shape, generator=generator)
+
+    def gradient():
+        directions = 1 if kind == "one direction" else 3
+        sizes = 10 ** (-3 * torch.rand(16, 512, 1, generator=generator)) if kind == "few tokens" else 1.0
+        if kind == "few rows":
+            return random(16, 512, 256) * (torch.rand(16, 512, 1, generator=generator) < 0.01)
+        if kind == "few columns":
+            return random(16, 512, 256) * (torch.rand(16, 1, 256, generator=generator) < 0.02)
+        return random(16, 512, directions) @ random(16, directions, 256) * sizes
+
+    gradients, residual = [gradient() for _ in range(3)], torch.zeros(16, 512, 256)
+    codec = make_codec(spec)
+    state = codec.new_state(16, 512, 256)
+    for step in range(12):
+        before = residual.flatten(1).norm(dim=1) + gradients[step % 3].flatten(1).norm(dim=1)
+        codec.encode_with_residual(gradients[step % 3], residual, state)
+        assert (residual.flatten(1).norm(dim=1) <= before).all()

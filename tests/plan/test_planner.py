@@ -294,6 +294,7 @@ def test_alternatives_are_priced_and_named():
     names = [way.name for way in answer.alternatives]
     assert names == [
         "ZeRO-3 or FSDP over all 16 ranks",
+        "ZeRO++ (hpZ inside each dc, 8-bit weights, 4-bit gradients)",
         "ZeRO-3 or FSDP inside each dc, gradients across",
         "DeepSpeed, EP over 16",
         "EP over 16, exchange de-duplicated",
@@ -304,8 +305,8 @@ def test_alternatives_are_priced_and_named():
         "pipeline stages across each dc, EP inside",
         "local SGD, averaged every 100 steps",
     ]
-    assert [way.is_provided for way in answer.alternatives] == 8 * [True] + 2 * [False]
-    assert answer.alternatives[2].step_s > answer.alternatives[3].step_s > answer.best.step_s
+    assert [way.is_provided for way in answer.alternatives] == 9 * [True] + 2 * [False]
+    assert answer.alternatives[3].step_s > answer.alternatives[4].step_s > answer.best.step_s
     assert answer.better is None
     assert answer.better_elsewhere in answer.alternatives[-2:]
 

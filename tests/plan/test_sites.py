@@ -95,7 +95,7 @@ def test_sites_that_are_faster_are_named_with_the_reason() -> None:
     answer = make_plan(question)
     assert answer.better_as_sites is not None
     assert answer.chosen is answer.better_as_sites
-    assert "one job in each dc (sites, H = 1), " in describe(answer, 1)
+    assert "one job in each dc, which exchange gradients at every step (sites, H = 1)." in describe(answer, 1)
     assert "a job in each dc, EP over 4 inside" in answer.better_as_sites.note
 
 

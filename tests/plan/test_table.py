@@ -9,7 +9,7 @@ from plan_cases import toy
 from ds_hybridep.config import parse_config
 from ds_hybridep.geometry.cluster import Cluster, Level, LinkSpeed
 from ds_hybridep.plan.answer import TIE
-from ds_hybridep.plan.paste import ds_config_of, launch_of
+from ds_hybridep.plan.paste import ds_config_of, launch_of, reminders_of
 from ds_hybridep.plan.plan import RECOMMENDED, LevelCodecs
 from ds_hybridep.plan.planner import make_plan
 from ds_hybridep.plan.question import Question
@@ -42,6 +42,15 @@ def test_rows_are_at_most_ten_and_differ():
     assert all(0 <= row.wait_s <= row.step_s for row in rows)
 
 
+def test_all_rows_compute_alike_and_wait_for_the_rest_inside_a_datacentre_too():
+    """Of sites, pipelines and local SGD, what a rank waits for inside its own datacentre was taken for computing."""
+    question = question_of()
+    slow = replace(question.cluster.levels[1], link=LinkSpeed(1e7, 0.0))
+    rows = rows_of(make_plan(replace(question, cluster=Cluster((question.cluster.levels[0], slow)))))
+    assert {row.kind for row in rows} == {"now", "ours", "sites", "elsewhere"}
+    assert [row.step_s - row.wait_s for row in rows] == len(rows) * [pytest.approx(rows[0].step_s - rows[0].wait_s)]
+
+
 def test_now_is_the_fastest_that_fits_and_trains_this():
     answer = make_plan(question_of())
     assert answer.now.step_s == min(way.step_s for way in answer.alternatives if way.is_now)
@@ -69,11 +78,13 @@ def test_what_waits_most_of_the_time_is_said_so():
     assert any("the link decides" in line for line in verdict(answer))
 
 
-def test_a_plan_that_only_waits_is_not_for_you_though_nothing_else_fits():
+def test_a_plan_that_only_waits_is_not_for_you_even_if_all_else_waits_longer_or_does_not_fit():
     answer = make_plan(question_of(gbps=1e-4))
+    assert answer.now.step_s > 2 * answer.chosen.step_s
+    assert verdict(answer)[0].startswith("Not for you, because GPUs would compute 1% of the time: ")
     alone = tuple(replace(way, lacking_bytes=1e9) if way.is_now else way for way in answer.alternatives)
     found = replace(answer, alternatives=alone)
-    assert verdict(found)[0].startswith("Not for you, because it would hardly compute: ")
+    assert verdict(found)[0].startswith("Not for you, because GPUs would compute 1% of the time: ")
     assert "Nothing that you have now can do it" in verdict(found)[0]
 
 
@@ -111,6 +122,8 @@ def test_a_block_of_sites_and_how_they_start(num_gpus):
     assert block["sites"]["codecs"] == "recommended"
     meet, first, _ = launch_of(chosen)
     assert meet == "ds_hybridep meet --port 29400 --secret-file secret --folder meeting"
+    assert any(line.startswith("meet runs on one machine that all sites reach") for line in reminders_of(chosen))
+    assert any("slots=8" in line for line in reminders_of(chosen)) == (num_gpus == 16)
     # A launch with a hostfile does not pass the variable on.
     assert ("HYBRIDEP_SITE=a" in first) == ("--hostfile" not in first) == (num_gpus == 4)
 

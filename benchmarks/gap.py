@@ -1,0 +1,207 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whether the gap in loss between encoded and exact training grows with the steps.
+
+    python -m benchmarks gap --folder runs --minutes 120 --out benchmarks/results/gap.jsonl
+    python -m benchmarks gap --hidden 64 --layers 2 --steps 20000 --every 1000 --seeds 0 1 2 ...
+    python -m benchmarks gap --report benchmarks/results/gap.jsonl --plots docs/images
+
+Two datacentres of one rank train the byte-level model of examples/train_lm.py with AdamW (no network is emulated: only
+what arrives matters), once exactly and once with the recommended codecs, from the same weights on the same batches.
+The text is that of the Python files of the packages torch and deepspeed; one file in twenty is held out.  Every so
+many steps there is a record with the loss of each held-out batch, the same batches each time.
+
+Runs take many hours, so they continue: a sitting ends after `--minutes`, and the same command goes on from the
+checkpoints in `--folder`.  The run that is behind goes first, so both are about as far.  Records name the sitting.
+
+The band of the report is that of the mean over held-out batches, paired: it says how well the gap of these two runs is
+known, not how far two other runs would be apart.  With several seeds it is that of the mean over seeds.
+"""
+
+import argparse
+import math
+import shutil
+import statistics
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import torch
+from deepspeed import comm as dist
+from torch import Tensor
+
+from benchmarks.common import Record, Records, margin_95, new_figure, run_job, save_figure, table
+from benchmarks.training import SIZES, Job, byte_model, engine_of, losses_on, train_lm, train_step
+
+__all__ = ["Job", "add_arguments", "rank", "report", "run"]
+
+VARIANTS: dict[str, dict[str, Any]] = {"exact": {}, "recommended": {"codecs": "recommended"}}
+EVALUATED = 64  # batches of 4 rows on each rank
+SEQ_LEN = SIZES["seq_len"]
+WARM_UP = 0.03  # of all steps
+SAME = ("hidden", "layers", "experts", "rows", "dtype", "zero_stage", "rate", "steps")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--folder", type=Path, default=Path("gap-runs"), help="of checkpoints, to go on from")
+    parser.add_argument("--minutes", type=float, default=60.0, help="of this sitting")
+    parser.add_argument("--steps", type=int, default=3000)
+    parser.add_argument("--every", type=int, default=250, help="steps between two records")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0])
+    parser.add_argument("--hidden", type=int, default=256)
+    parser.add_argument("--layers", type=int, default=6)
+    parser.add_argument("--experts", type=int, default=8)
+    parser.add_argument("--rows", type=int, default=4, help="sequences of a rank in a step")
+    parser.add_argument("--rate", type=float, default=6e-4)
+    parser.add_argument("--dtype", choices=("fp32", "bf16"), default="fp32")
+    parser.add_argument("--zero-stage", type=int, default=1)
+    parser.add_argument("--plots", type=Path, help="folder for the plot of the report")
+
+
+def run(args: argparse.Namespace, records: Records) -> None:
+    args.folder.mkdir(parents=True, exist_ok=True)
+    run_job("2x1", None, records, limit_s=60 * args.minutes + 3600)
+
+
+def read_packages() -> tuple[Tensor, Tensor]:
+    """The Python files of torch and deepspeed as (train, valid), uint8 [num_bytes] each."""
+    train, valid = bytearray(), bytearray()
+    roots = [Path(package.__file__).parent for package in (torch, deepspeed)]
+    for number, path in enumerate(path for root in roots for path in sorted(root.rglob("*.py"))):
+        (valid if number % train_lm.VALID_EVERY == 0 else train).extend(path.read_bytes())
+    return torch.frombuffer(train, dtype=torch.uint8), torch.frombuffer(valid, dtype=torch.uint8)
+
+
+def rank(args: argparse.Namespace, job: Job) -> None:
+    """Train the run that is behind, part by part, until the sitting is over."""
+    train, held_out = read_packages()
+    end = time.time() + 60 * args.minutes
+    runs = [(seed, variant) for seed in args.seeds for variant in VARIANTS]
+    while True:
+        done = {one: steps_in(args.folder / f"{one[1]}-{one[0]}") for one in runs}
+        seed, variant = min(runs, key=lambda one: done[one])
+        late_s = train_lm.mean_over_ranks(torch.tensor(time.time() - end))  # the same on both ranks
+        if done[seed, variant] >= args.steps or late_s > 0:
+            break
+        begin = time.time()
+        params = {name: getattr(args, name) for name in SAME} | {"seed": seed, "variant": variant}
+        engine = engine_for(args, seed, variant)
+        folder = args.folder / f"{variant}-{seed}"
+        if done[seed, variant]:
+            engine.load_checkpoint(str(folder))
+        trained = []
+        for step in range(done[seed, variant], min(done[seed, variant] + args.every, args.steps)):
+            trained.append(train_step(engine, train, step, rows=args.rows, seq_len=SEQ_LEN, seed=seed))
+        losses = losses_on(engine, held_out, EVALUATED, seq_len=SEQ_LEN)
+        save(engine, folder)
+        job.record(
+            params, step=engine.global_steps, losses=[round(one, 5) for one in losses], sitting=round(end),
+            trained=statistics.fmean(trained), seconds=time.time() - begin, train_bytes=len(train),
+            parameters=num_parameters(engine),
+        )  # fmt: skip
+        job.say(f"{variant}, seed {seed}: step {engine.global_steps}, {statistics.fmean(losses):.4f}")
+        engine.destroy()
+        del engine
+    job.end()
+
+
+def steps_in(folder: Path) -> int:
+    """Steps of the newest checkpoint; 0 without one."""
+    latest = folder / "latest"
+    return int(latest.read_text().removeprefix("step")) if latest.exists() else 0
+
+
+def engine_for(args: argparse.Namespace, seed: int, variant: str) -> Any:
+    torch.manual_seed(seed)
+    model = byte_model(hidden=args.hidden, layers=args.layers, experts=args.experts, ep_size=dist.get_world_size())
+    level = {"name": "dc", "size": 2, "domain_size": 2, **VARIANTS[variant]}
+    warm_up = {"warmup_min_lr": 0.0, "warmup_max_lr": args.rate, "warmup_num_steps": math.ceil(WARM_UP * args.steps),
+               "total_num_steps": args.steps}  # fmt: skip
+    return engine_of(
+        model, {"levels": [level], "advanced": {"verify_interval": 0}}, rate=args.rate, stage=args.zero_stage,
+        dtype=args.dtype, gradient_clipping=1.0, scheduler={"type": "WarmupDecayLR", "params": warm_up},
+    )  # fmt: skip
+
+
+def save(engine: Any, folder: Path) -> None:
+    """Keep the newest checkpoint only."""
+    tag = f"step{engine.global_steps}"
+    engine.save_checkpoint(str(folder), tag=tag)
+    dist.barrier()
+    if dist.get_rank() == 0:
+        for old in folder.glob("step*"):
+            if old.name != tag:
+                shutil.rmtree(old)
+
+
+def num_parameters(engine: Any) -> int:
+    """Of the whole model."""
+    experts, shared = 0, 0
+    for parameter in engine.module.parameters():
+        if getattr(parameter, "allreduce", True):
+            shared += parameter.numel()
+        else:
+            experts += parameter.numel()
+    return shared + experts * dist.get_world_size()
+
+
+# ---- the report ----
+
+
+def report(records: list[Record], args: argparse.Namespace) -> str:
+    """A table for each model, and a plot of all gaps."""
+    models: dict[tuple[Any, ...], dict[tuple[int, int, str], Record]] = {}
+    for record in records:  # of a part that was trained again after a crash, the last record counts
+        params = record["params"]
+        about = tuple(params[name] for name in SAME)
+        models.setdefault(about, {})[params["seed"], record["step"], params["variant"]] = record
+    texts, lines = [], {}
+    for found in models.values():
+        first, gaps = next(iter(found.values())), list(gaps_of(found))
+        params = first["params"]
+        name = f"{first['parameters'] / 1e6:.1f} million parameters"
+        sittings = len({record["sitting"] for record in found.values()})
+        hours = sum(record["seconds"] for record in found.values()) / 3600
+        texts.append(
+            f"{name}: hidden {params['hidden']}, {params['layers']} layers, {params['experts']} experts, "
+            f"{2 * params['rows'] * SEQ_LEN} tokens a step, {params['dtype']}, rate {params['rate']:g}; "
+            f"{hours:.1f} hours in {sittings} sittings\n"
+        )
+        rows = [[step, seeds, f"{exact:.4f}", f"{encoded:.4f}", f"{gap:+.2%}", f"{margin:.2%}"]
+                for step, seeds, exact, encoded, gap, margin in gaps]  # fmt: skip
+        texts.append(table(["step", "seeds", "exact", "encoded", "gap", "95% of it"], rows) + "\n")
+        lines[name] = gaps
+    if args.plots:
+        plot(lines, args.plots / "gap.svg")
+    return "\n".join(texts)
+
+
+def gaps_of(found: dict[tuple[int, int, str], Record]) -> Iterator[tuple[int, int, float, float, float, float]]:
+    """By step: seeds, both losses, the gap relative to the exact loss, and half of its 95% interval."""
+    for step in sorted({step for _, step, _ in found}):
+        pairs = [
+            (found[seed, step, "exact"]["losses"], found[seed, step, "recommended"]["losses"])
+            for seed in sorted({seed for seed, _, _ in found})
+            if (seed, step, "exact") in found and (seed, step, "recommended") in found
+        ]
+        if not pairs:
+            continue
+        exact, encoded = (statistics.fmean(statistics.fmean(pair[at]) for pair in pairs) for at in (0, 1))
+        if len(pairs) == 1:
+            several = [other - one for one, other in zip(*pairs[0], strict=True)]
+        else:
+            several = [statistics.fmean(other) - statistics.fmean(one) for one, other in pairs]
+        yield step, len(pairs), exact, encoded, encoded / exact - 1, margin_95(several) / exact
+
+
+def plot(lines: dict[str, list[tuple[int, int, float, float, float, float]]], path: Path) -> None:
+    figure, axes = new_figure(1, len(lines), figsize=(5 * len(lines), 3.2), squeeze=False)
+    for ax, (name, gaps) in zip(axes[0], lines.items(), strict=True):
+        steps, middle = [one[0] for one in gaps], [100 * one[4] for one in gaps]
+        low, high = ([100 * (one[4] + sign * one[5]) for one in gaps] for sign in (-1, 1))
+        ax.axhline(0, color="0.7", linewidth=0.8)
+        ax.fill_between(steps, low, high, alpha=0.25, linewidth=0)
+        ax.plot(steps, middle, marker="o", markersize=3)
+        ax.set(title=name, xlabel="step", ylabel="encoded over exact, held-out loss [%]")
+    save_figure(figure, path)
