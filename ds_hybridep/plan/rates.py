@@ -44,6 +44,8 @@ class Rates:
     exchange_s, all_to_all_s: host time of one round of messages of our token exchange, and of one all-to-all of
         DeepSpeed's layer. Bytes flow during this time: rows of early ranks travel while late ranks compute.
     packet_s: host time of one packet of a layer's weights, or of its gradients.
+    message_s: work of the host for each message to one peer, of token rows or a packet. A rank hands them over one
+        after the other, before their bytes flow; other bytes flow meanwhile as they do while it computes.
     overlap: hidden share of the time that could be hidden; 0: a rank waits for each packet separately.
     wire_factor: bytes on the wire for each byte of payload, because of headers.
     sync_factor: measured bytes of sums and gathers over those that the model predicts.
@@ -56,6 +58,7 @@ class Rates:
     exchange_s: float = 0.0
     all_to_all_s: float = 0.0
     packet_s: float = 0.0
+    message_s: float = 0.0
     step_s: float = 0.0
     overlap: float = 1.0
     wire_factor: float = 1.0

@@ -217,8 +217,17 @@ class _Step:
                 is_back=is_back,
             )
             message = Message("tokens", label, (stage,))
-            program += [Post(message), Run("host_s", label, round_s, is_computing=False), Wait(message)]
+            busy = Run("host_s", label, round_s, is_computing=False)
+            program += [self._hand_over(message), Post(message), busy, Wait(message)]
         return tuple(program)
+
+    def _hand_over(self, message: Message) -> Run:
+        """Work of the host for what a rank sends to each of its peers, one after the other."""
+        sizes = self.cluster.sizes
+        num_sent = sum(
+            stage.peers.count(self.plan, sizes, level) for stage in message.stages for level in stage.levels
+        )
+        return Run("host_s", "messages", num_sent * self.rates.message_s)
 
     # ---- packets of experts ----
 
@@ -271,7 +280,9 @@ class _Step:
         seconds = self._encode_s(way)
         seconds += host_traffic_s(self.plan, self.workload, way)
         packet = Run("host_s", "packet", self.rates.packet_s, is_computing=False)
-        return _without_pauses(Run("codec_s", f"encode {way}", seconds), packet, Post(message))
+        return _without_pauses(
+            Run("codec_s", f"encode {way}", seconds), packet, self._hand_over(message), Post(message)
+        )
 
     def _take(self, message: Message, decode_s: float) -> Program:
         return (Wait(message), Run("codec_s", f"decode {message.label}", decode_s)) if message.stages else ()

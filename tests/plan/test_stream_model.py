@@ -336,6 +336,24 @@ def test_host_costs_are_counted_per_call():
     assert predict(FASTEST, padded, toy(), per_all_to_all).terms_s["host_s"] == pytest.approx(4 * 4)
 
 
+def test_a_message_costs_once_for_each_peer():
+    rates = Rates(flops_per_s=FAST, message_s=1.0)
+    # Two ranks in each of two DCs; 4 layers of 4 exchanges with 3 peers, and of 2 packets to those of the domain.
+    for domain_sizes, num_messages in (((1, 1), 4 * 4 * 3), ((2, 1), 4 * (4 * 1 + 2 * 1)), ((2, 2), 4 * 2 * 2)):
+        plan = plan_over((2, 2), domain_sizes, token_exchange="direct")
+        assert predict(FASTEST, plan, toy(), rates).terms_s["host_s"] == pytest.approx(num_messages)
+    padded = plan_over((2, 2), (1, 1), token_exchange="deepspeed")
+    assert predict(FASTEST, padded, toy(), rates).terms_s["host_s"] == pytest.approx(4 * 4 * 3)
+
+
+def test_bytes_do_not_flow_before_their_messages_are_handed_over():
+    plan, cluster = plan_over((2, 2), (1, 1)), cluster_of(2, 2)
+    free, dear = (
+        predict(cluster, plan, toy(), Rates(flops_per_s=FAST, message_s=cost)).terms_s for cost in (0.0, 1.0)
+    )
+    assert dear["tokens_s"] == pytest.approx(free["tokens_s"])
+
+
 EXACT, LOSSY = CodecCost("identity", is_lossy=False), CodecCost("lossy", 4.0)
 CHANGES = CodecCost("patch", 4.0, is_lossy=False)
 

@@ -67,6 +67,7 @@ def cases(draw):
         flops_per_s=draw(st.floats(1e7, 1e12)),
         exchange_s=draw(st.sampled_from([0.0, 1e-4, 1e-2])),
         packet_s=1e-4,
+        message_s=draw(st.sampled_from([0.0, 1e-3])),
         expert_call_s=1e-5,
         overlap=draw(st.sampled_from([0.0, 0.3, 1.0])),
     )
