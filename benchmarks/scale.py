@@ -5,7 +5,7 @@
 
 Parts, each with its assumptions in its docstring: Tables V, VI and VII, the two sweeps to 1000 datacentres, even and
 uneven routing there, and our planner's choice, with memory unlimited and with 80 GB for each GPU and 128 GB of the
-host's memory.  All take about ten minutes of one core.
+host's memory.  All take about half an hour of one core.
 """
 
 import argparse
