@@ -19,7 +19,7 @@ BIN = $(abspath $(VENV))/bin
 export TORCH_EXTENSIONS_DIR = $(CURDIR)/.cache/torch_extensions
 export PATH := $(BIN):$(PATH)
 
-.PHONY: help demo gpu test test-repeat test-faults test-gpu test-slow test-clients test-versions check fmt bench pictures reference release clean
+.PHONY: docs help demo gpu test test-repeat test-faults test-gpu test-slow test-clients test-versions check fmt bench pictures reference release clean
 .DEFAULT_GOAL := help
 
 help:
@@ -37,6 +37,7 @@ help:
 	@echo "make bench      lists the measuring programs; NAME='e2e --help' runs one"
 	@echo "make pictures   plots and screens of docs/images anew from the records; needs matplotlib and Chromium"
 	@echo "make reference  the reference of the Python interface, in build/reference"
+	@echo "make docs       the pages of docs/ as a site, with that reference, in build/docs"
 	@echo "make release    check version, changelog and tag, and build what is to be uploaded, in dist"
 	@echo "make clean      remove what the others made, .venv too"
 
@@ -102,6 +103,11 @@ pictures: $(INSTALLED)
 	@$(BIN)/python -m benchmarks scale --report benchmarks/results/scale.jsonl --plots docs/images > /dev/null
 	@$(BIN)/python .ci/pictures.py
 	@$(BIN)/python .ci/drawings.py
+
+# All warnings are errors: a page that the navigation lacks, a link or an anchor that leads nowhere.
+docs: $(INSTALLED)
+	@DS_ACCELERATOR=cpu NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	@echo "build/docs/index.html"
 
 reference: $(INSTALLED)
 	@DS_ACCELERATOR=cpu $(BIN)/python .ci/reference.py build/reference
