@@ -54,15 +54,16 @@ def with_links(text: str, path: str, note: Callable[[str], Any]) -> str:
 def on_files(files: Files, *, config: Any) -> Files:
     known = {path_of(file.src_uri) for file in files}
     files.append(File.generated(config, REFERENCE, content=""))  # so that the navigation can name it
-    open_paths = ["README.md", *known]
+    open_paths, read = ["README.md", *known], set[str]()
     while open_paths:
         path = open_paths.pop()
+        if path in read:
+            continue
+        read.add(path)
         if path not in known:
-            known.add(path)
-            whole = (ROOT / path).read_bytes()
-            files.append(File.generated(config, place_of(path), content=whole))
+            files.append(File.generated(config, place_of(path), content=(ROOT / path).read_bytes()))
         if path.endswith(".md"):
-            with_links((ROOT / path).read_text(), path, lambda one: open_paths.append(one) if one not in known else None)
+            with_links((ROOT / path).read_text(), path, open_paths.append)
     return files
 
 
