@@ -353,14 +353,14 @@ def report(records: list[Record], args: argparse.Namespace) -> str:
         "back after the restart [s], median, longest": lambda one: middle_and_most(one["backs_s"]),
         "steps missing": lambda one: one["steps_missing"],
         "steps without a site that was away": lambda one: ", ".join(
-            f"{name} {n}" for name, n in one.get("steps_away", {}).items()) or "-",  # older records have none
+            f"{name} {n}" for name, n in one["steps_away"].items()),
         "the others' processes": lambda one: "the same" if one["same_processes"] else "NOT the same",
         "MB over each site's uplink": lambda one: ", ".join(f"{b / 1e6:.0f}" for b in one["uplink_bytes"]) or "-",
         "weights of the sites": lambda one: equality_told(one),
         "loss": lambda one: f"{one['loss']:.4f}",
         "undisturbed, same data": lambda one: f"{one['undisturbed'][0]['loss']:.4f}",
         "undisturbed, other orders": lambda one: ", ".join(f"{o['loss']:.4f}" for o in one["undisturbed"][1:]) or "-",
-        "undisturbed, all batches count": lambda one: f"{one['all_count']['loss']:.4f}" if "all_count" in one else "-",
+        "undisturbed, all batches count": lambda one: f"{one['all_count']['loss']:.4f}",
         "range of undisturbed runs, 95%": lambda one: "-" if one["band"] is None else "{:.4f} to {:.4f}".format(
             *one["band"]),
         "longest process": lambda one: f"{one['longest_life']['minutes']:g} min, {one['longest_life']['steps']} steps",
