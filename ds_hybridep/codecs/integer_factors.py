@@ -154,7 +154,7 @@ def _solve(gram: Tensor, q: Tensor) -> Tensor:
 
     Rows of P are nearly dependent where the matrix has fewer directions than `rank`, such as an expert's gradient of
     few tokens.  Without the ridge, Q then has large parts that cancel, and rounding them leaves more than was there:
-    30 times in a matrix of rank 1.  Any ridge from 1e-4 to 1e-2 prevents this; other matrices keep their errors.
+    30 times in a matrix of rank 1.
     """
     factor = cholesky(gram.clone(), RIDGE)  # not `cholesky_solve`, which lets the host wait in some versions
     half = torch.linalg.solve_triangular(factor, q, upper=False)
