@@ -5,6 +5,7 @@ The module of a subcommand has its name, HELP, `add_arguments` and `run`, which 
 """
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 
@@ -13,10 +14,15 @@ from ds_hybridep.errors import HybridEPError
 from ds_hybridep.version import __version__
 
 EXIT_MISUSED = 2  # as argparse does
+EXIT_INTERRUPTED = 130  # as shells have it for SIGINT and SIGPIPE
+EXIT_BROKEN_PIPE = 141
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one subcommand. Returns its exit code, 2 with the error on stderr, or 130 after Ctrl-C."""
+    """Runs one subcommand.
+
+    Returns its exit code: 2 with the error on stderr, 130 after Ctrl-C, 141 if nobody reads the output any more.
+    """
     parser = argparse.ArgumentParser(
         prog="ds_hybridep", description="Tools for training Mixture-of-Experts models with DeepSpeed over slow links."
     )
@@ -36,12 +42,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         subparser.set_defaults(run=command.run)
     args = parser.parse_args(argv)
     try:
-        return int(args.run(args))
+        code = int(args.run(args))
+        sys.stdout.flush()
+        return code
+    except BrokenPipeError:  # of `ds_hybridep plan | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # takes what is still to be written at exit
+        return EXIT_BROKEN_PIPE
     except HybridEPError as error:
         print(f"ds_hybridep: {error}", file=sys.stderr)
         return EXIT_MISUSED
     except KeyboardInterrupt:
-        return 130
+        return EXIT_INTERRUPTED
 
 
 if __name__ == "__main__":

@@ -358,6 +358,16 @@ def test_planning_loads_neither_torch_nor_deepspeed():
     assert run.returncode == 0, run.stderr
 
 
+def test_a_reader_that_wants_the_first_lines_alone_gets_them_without_a_traceback():
+    import subprocess
+
+    command = shlex.join([sys.executable, "-m", "ds_hybridep.commands.main", *QWEN])
+    script = f"{command} | true; exit ${{PIPESTATUS[0]}}"
+    run = subprocess.run(["bash", "-c", script], capture_output=True, text=True, timeout=500)
+
+    assert (run.returncode, run.stderr) == (141, "")
+
+
 def test_the_examples_of_the_help_are_answered(capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "folder").mkdir()
