@@ -20,7 +20,7 @@ from ds_hybridep.link.line import Line
 from ds_hybridep.link.options import listen
 from ds_hybridep.link.trust import WELCOME, Steps, accept
 from ds_hybridep.sites.meeting import KnownSite, Meeting, Orders, Record
-from ds_hybridep.sites.protocol import MEETING, OPERATOR, Claims
+from ds_hybridep.sites.protocol import MEETING, OPERATOR, Dialler
 
 TICK_S = 0.25
 TICKS_OF_A_BEAT = 4  # between heartbeats, which sites answer
@@ -176,7 +176,7 @@ class Server:
     def _steps(self) -> Steps:
         return accept(self._secret, MEETING, lambda theirs: (WELCOME, theirs))
 
-    def _take(self, sock: socket.socket, theirs: Claims | None, _: Exception | None) -> bool:
+    def _take(self, sock: socket.socket, theirs: Dialler | None, _: Exception | None) -> bool:
         """Take a connection that has proved the secret."""
         with contextlib.suppress(OSError):  # it has broken since
             if theirs is not None:

@@ -17,7 +17,7 @@ from ds_hybridep.link.door import HANDSHAKE_S, connect, run_ready
 from ds_hybridep.link.line import Line
 from ds_hybridep.link.trust import Refused, dial
 from ds_hybridep.sites.patience import Patience
-from ds_hybridep.sites.protocol import MEETING, OPERATOR, SITE, Claims
+from ds_hybridep.sites.protocol import MEETING, OPERATOR, SITE, Dialler
 
 logger = logging.getLogger(__name__)
 RETRY_S = 1.0
@@ -177,7 +177,7 @@ class Member:
     def _stay_connected(self) -> tuple[str, bool]:
         """Connect, and talk until the connection ends; return why it has, and whether that is for good."""
         try:
-            self._talk(connect(self._address, dial(self._secret, MEETING, Claims(SITE)), self._context))
+            self._talk(connect(self._address, dial(self._secret, MEETING, Dialler(SITE)), self._context))
         except Refused as refusal:  # perhaps by a stranger, who has its port for a while
             return f"{self._where} refused it: {refusal}", not self.welcome
         except MeetingRefusal as refusal:
@@ -255,7 +255,7 @@ def ask_as_operator(
     """Return what a running meeting point answers to an order.  Raises OSError or ValueError if it does not."""
     answers: list[dict[str, Any]] = []
     try:
-        sock = connect(address, dial(secret, MEETING, Claims(OPERATOR)), context)
+        sock = connect(address, dial(secret, MEETING, Dialler(OPERATOR)), context)
     except Refused as error:
         raise ConnectionError(str(error)) from None
     deadline = time.monotonic() + ANSWER_S

@@ -9,13 +9,13 @@ from ds_hybridep.link.trust import Protocol
 SITE, OPERATOR = range(2)  # who dials the meeting point
 
 
-class Claims(NamedTuple):
-    """What a dialler says about itself; the meeting point repeats it."""
+class Dialler(NamedTuple):
+    """What one that dials the meeting point says about itself; the meeting point repeats it."""
 
     side: int
 
 
-MEETING = Protocol(b"hybridep sites 3\n", Claims, struct.Struct("!B"))
+MEETING = Protocol(b"hybridep sites 3\n", Dialler, struct.Struct("!B"))
 
 
 def split_address(text: str) -> tuple[str, int]:

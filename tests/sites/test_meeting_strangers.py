@@ -25,7 +25,7 @@ from ds_hybridep.sites import meeting_server
 from ds_hybridep.sites.meeting import Meeting as MeetingOfSites
 from ds_hybridep.sites.meeting_server import Server
 from ds_hybridep.sites.member import Member, ask_as_operator
-from ds_hybridep.sites.protocol import MEETING, OPERATOR, SITE, Claims
+from ds_hybridep.sites.protocol import MEETING, OPERATOR, SITE, Dialler
 
 
 @pytest.fixture
@@ -95,7 +95,7 @@ def test_what_was_overheard_opens_nothing(meeting: Meeting, tmp_path: Path) -> N
 def test_a_damaged_message_ends_its_connection_only(meeting: Meeting, tmp_path: Path, said: bytes) -> None:
     one = member(meeting, tmp_path)
     for side in (SITE, OPERATOR):
-        steps = dial(secret_of(tmp_path), MEETING, Claims(side))
+        steps = dial(secret_of(tmp_path), MEETING, Dialler(side))
         with connect((meeting.host, meeting.port), steps, None) as sock:
             sock.settimeout(LIMIT_S)
             sock.sendall(said)
@@ -166,7 +166,7 @@ def is_closed(sock: socket.socket) -> bool:
 def test_who_proves_the_secret_and_says_nothing_has_its_time_too(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(meeting_server, "HANDSHAKE_S", 1.0)
     with serving() as address:
-        with connect(address, dial(bytes(16), MEETING, Claims(SITE)), None) as silent:
+        with connect(address, dial(bytes(16), MEETING, Dialler(SITE)), None) as silent:
             one = Member(address, "a", NAMES, {}, secret=bytes(16), wait_s=30.0)
             until(lambda: is_closed(silent), "its end")
             assert one.is_connected
