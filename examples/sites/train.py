@@ -24,6 +24,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--local_rank", type=int, default=-1, help="set by the launcher")
     parser.add_argument("--steps", type=int, default=100, help="train until this step; the same on all sites")
+    parser.add_argument(
+        "--save", type=Path, help="folder of this site for checkpoints; it goes on from the newest one"
+    )
+    parser.add_argument("--save-interval", type=int, default=50, help="steps between checkpoints")
     args = deepspeed.add_config_arguments(parser).parse_args()
     deepspeed.init_distributed()
     rank, world_size = dist.get_rank(), dist.get_world_size()
@@ -33,6 +37,9 @@ def main() -> None:
     model = ByteModel(argparse.Namespace(**shape, ep_size=world_size))
     # A site that was away joins the others in here, so the engine's counters are those of the whole training.
     engine, *_ = deepspeed.initialize(args=args, model=model, model_parameters=model.parameters())
+
+    if args.save and args.save.is_dir():
+        engine.load_checkpoint(str(args.save))  # where the others have a newer state, it keeps that one
 
     corpus, _ = read_corpus()
     windows = corpus[: len(corpus) // (SEQ_LEN + 1) * (SEQ_LEN + 1)].view(-1, SEQ_LEN + 1)
@@ -50,6 +57,8 @@ def main() -> None:
             if rank == 0 and engine.global_steps % 10 == 0:
                 present = ", ".join(ds_hybridep.site(engine).present)
                 print(f"step {engine.global_steps}  loss {loss.item():.4f}  present: {present}", flush=True)
+            if args.save and engine.global_steps % args.save_interval == 0:
+                engine.save_checkpoint(str(args.save))
             if engine.global_steps >= args.steps:
                 break
     engine.destroy()

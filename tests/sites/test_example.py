@@ -24,7 +24,9 @@ runpy.run_path("{EXAMPLE}/train.py", run_name="__main__")
 
 @pytest.mark.dist
 @pytest.mark.slow
-def test_both_sites_train_together(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_both_sites_train_together_and_go_on_from_their_checkpoints(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "train.py").write_text(SCRIPT)
     with Meeting(tmp_path) as meeting:
         environments = []
@@ -39,12 +41,20 @@ def test_both_sites_train_together(tmp_path: Path, capsys: pytest.CaptureFixture
             environments.append(
                 {"CONFIG": file, "MASTER_PORT": port, "PATH": path, "SCRIPT": str(tmp_path / "train.py")}
             )
-        commands = [[str(EXAMPLE / f"site_{name}.sh"), "--steps", "20"] for name in "ab"]
-        results = run_together(commands, tmp_path, *environments)
+        commands = [
+            [str(EXAMPLE / f"site_{name}.sh"), "--save", str(tmp_path / name), "--save-interval", "10"]
+            for name in "ab"
+        ]
+        results = run_together([[*one, "--steps", "20"] for one in commands], tmp_path, *environments)
+        again = run_together([[*one, "--steps", "30"] for one in commands], tmp_path, *environments)
     for status, said in results:
         assert status == 0, said
         assert "step 20  loss" in said
         assert "present: a, b" in said
+    for status, said in again:
+        assert status == 0, said
+        assert "step 30  loss" in said
+        assert "step 20  loss" not in said, "they go on from their checkpoints"
     assert main(["show", str(tmp_path / "site_a-report.json")]) == 0
     assert "other sites, as rank 0 of site a sees them" in capsys.readouterr().out
 
