@@ -16,6 +16,7 @@
 #include <string>
 
 #include "hybridep_codecs.h"
+#include "hybridep_factors.h"
 #include "hybridep_lifeline.h"
 #include "hybridep_rows.h"
 
@@ -352,6 +353,31 @@ using hybridep::flags_scratch_bytes, hybridep::patch_decode_scratch_bytes, hybri
 
 #else
 
+hybridep::FactorShape to_factor_shape(int64_t n, int64_t rows, int64_t cols, int64_t rank, int64_t bytes,
+                                      int num_threads) {
+    require_sizes({n, rows, cols, rank});
+    const int64_t wanted = (rank * (rows + cols) + 1) / 2 + 4 + rows + cols;
+    if (bytes < wanted) {
+        throw py::value_error("payload: got " + std::to_string(bytes) + " bytes, wanted " + std::to_string(wanted));
+    }
+    return {n, rows, cols, rank, num_threads};
+}
+
+void encode_factors(Address x, Address sizes, Address start, Address mix, int64_t n, int64_t rows, int64_t cols,
+                    int64_t rank, int num_threads, Address is_bad, Address q, Address row_rms, Address col_rms,
+                    Address payload, int64_t stride, int64_t bytes, Address overflows) {
+    hybridep::encode_factors(at<const float>(x), at<const float>(sizes), at<const float>(start), at<const float>(mix),
+                             to_factor_shape(n, rows, cols, rank, bytes, num_threads), at<const uint8_t>(is_bad),
+                             {at<float>(q), at<float>(row_rms), at<float>(col_rms)},
+                             to_payloads(payload, stride, bytes), at<uint8_t>(overflows));
+}
+
+void decode_factors(Address payload, int64_t stride, int64_t bytes, int64_t n, int64_t rows, int64_t cols,
+                    int64_t rank, int num_threads, bool is_add, Address out) {
+    hybridep::decode_factors(to_payloads(payload, stride, bytes),
+                             to_factor_shape(n, rows, cols, rank, bytes, num_threads), is_add, at<float>(out));
+}
+
 int64_t flags_scratch_bytes(int64_t) { return 0; }
 int64_t patch_encode_scratch_bytes(int64_t) { return 0; }
 int64_t patch_decode_scratch_bytes(int64_t) { return 0; }
@@ -377,6 +403,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
     module.def("plan_chunks", &plan_chunks);
     module.def("plan_count", &plan_count, release_gil());
     module.def("plan_fill", &plan_fill, release_gil());
+    module.def("encode_factors", &encode_factors, release_gil());
+    module.def("decode_factors", &decode_factors, release_gil());
 #endif
     module.def("start_lifeline", [](int socket, int ms) { return hybridep::Lifeline::get().start(socket, ms); });
     module.def("stop_lifeline", [](int copy) { hybridep::Lifeline::get().stop(copy); });

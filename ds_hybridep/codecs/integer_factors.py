@@ -83,7 +83,7 @@ def write_integers(p: Tensor, q: Tensor, x: Divided, *, payload: Tensor) -> tupl
     payload: [n, bytes] uint8.
     """
     _, rank, rows = p.shape
-    mix = _rotation(rank, p.device)
+    mix = rotation(rank, p.device)
     size = q.square().sum(dim=2, keepdim=True).sqrt_()
     size = size.maximum(SMALLEST_SIZE * size.amax(dim=1, keepdim=True)).clamp_(min=TINY).sqrt_()
     p, q = torch.bmm(mix * size.mT, p), torch.bmm(mix / size.mT, q)
@@ -189,7 +189,7 @@ def _scale(codes: Tensor) -> Tensor:
 
 
 @lru_cache(maxsize=LARGEST_RANK)
-def _rotation(rank: int, device: torch.device) -> Tensor:
+def rotation(rank: int, device: torch.device) -> Tensor:
     """Return an orthogonal matrix; only encoders use it."""
     factor: Tensor = torch.linalg.qr(fixed_normal(rank, rank, rank, torch.device("cpu"))).Q
     return factor.to(device)

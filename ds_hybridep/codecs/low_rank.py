@@ -38,11 +38,13 @@ from ds_hybridep.codecs.integer_factors import (
     cholesky,
     fixed_normal,
     read_integers,
+    rotation,
     write_integers,
 )
 from ds_hybridep.codecs.interface import Codec, CodecState
 from ds_hybridep.config_codecs import BlockwiseConfig, LowRankConfig
 from ds_hybridep.geometry.packets import ITERATIONS, LowRankSizes, packets_of
+from ds_hybridep.kernels import CompiledCodecs
 
 FALLBACK_CONFIG = BlockwiseConfig(type="int4")
 REFRESH_INTERVAL = 64  # steps
@@ -50,6 +52,7 @@ RMS_DECAY = 0.95  # of the mean of squares, each step
 SMALLEST_RMS = 1e-3  # of the largest: smaller rows and columns count as if they had this
 LARGEST_RMS = 1e30  # what is larger counts as this
 START = 0x5EED  # of random numbers
+SMALL = 2**17  # elements of a matrix up to which a compiled kernel is faster than products of torch
 MOST_ELEMENTS = 2**25  # that are encoded at once; it takes about four times their memory
 RIDGE = 3e-5  # by this share the diagonal of a Gram matrix grows: more than rounding can take away
 
@@ -120,18 +123,43 @@ class LowRank(Codec):
     ) -> Tensor:
         """Encode factors and rest."""
         end = self.sizes.factors_bytes(x.shape[1], x.shape[2])
-        is_overflow, is_zero, found = self._encode_factors(x, x if sizes is None else sizes, state, payload[:, :end])
+        if (kernels := self._compiled_factors(x)) is not None:
+            is_overflow = self._encode_small(
+                x, x if sizes is None else sizes, state, payload[:, :end], is_bad, kernels
+            )
+        else:
+            is_overflow = self._encode_large(x, x if sizes is None else sizes, state, payload[:, :end], is_bad)
+        if self.rest is None:
+            return is_overflow
+        left = torch.empty_like(x)
+        self._read_factors(payload[:, :end], left, is_add=False)
+        left = torch.sub(x, left, out=left)
+        return is_overflow | self.rest.encode_payload(left, state, payload[:, end:], is_bad, sizes=None)
+
+    def _compiled_factors(self, x: Tensor) -> CompiledCodecs | None:
+        """Return kernels for matrices so small that operations of torch would take longer than what they do."""
+        kernels = self.compiled(x.device) if x.shape[1] * x.shape[2] <= SMALL else None
+        return kernels if kernels is not None and kernels.has_factors else None
+
+    def _encode_small(
+        self, x: Tensor, sizes: Tensor, state: CodecState, payload: Tensor, is_bad: Tensor, kernels: CompiledCodecs
+    ) -> Tensor:
+        """What `_encode_large` does, in one call."""
+        start, is_bad = self._start(state, len(x)), is_bad.to(torch.uint8)
+        mix = rotation(start.shape[1], x.device)
+        found = kernels.encode_factors(x, state.tensors, payload, is_bad, sizes=sizes, start=start, mix=mix)
+        return found.bool()
+
+    def _encode_large(self, x: Tensor, sizes: Tensor, state: CodecState, payload: Tensor, is_bad: Tensor) -> Tensor:
+        """Encode factors, and update `state` except where x is bad or overflows."""
+        is_overflow, is_zero, found = self._encode_factors(x, sizes, state, payload)
         keeps = is_bad | is_overflow
         for name, tensor in found.items():
             # Nothing can be found from zeros, which a tensor of zeros leaves.
             keeps_this = (keeps | is_zero).unsqueeze(1).unsqueeze(2) if name == "q" else keeps.unsqueeze(1)
             # In place: memory of another stream must not be freed in this one.
             torch.where(keeps_this, state.tensors[name], tensor, out=state.tensors[name])
-        if self.rest is None:
-            return is_overflow
-        left = read_integers(payload[:, :end], self.effective_rank(x.shape[1], x.shape[2]), torch.empty_like(x))
-        left = torch.sub(x, left, out=left)
-        return is_overflow | self.rest.encode_payload(left, state, payload[:, end:], is_bad, sizes=None)
+        return is_overflow
 
     def _encode_factors(
         self, x: Tensor, sizes: Tensor, state: CodecState, payload: Tensor
@@ -178,15 +206,26 @@ class LowRank(Codec):
     def decode_payload(self, payload: Tensor, out: Tensor, *, is_add: bool) -> None:
         """Decode; the value is that of the factors, and that of the rest added to it."""
         _, rows, cols = out.shape
-        end, rank = self.sizes.factors_bytes(rows, cols), self.effective_rank(rows, cols)
+        end = self.sizes.factors_bytes(rows, cols)
         with _in_fp32(out.device):
             for some in _chunks(out):
+                if self.rest is None:
+                    self._read_factors(payload[some, :end], out[some], is_add=is_add)
+                    continue
                 value = torch.empty_like(out[some]) if is_add else out[some]
-                read_integers(payload[some, :end], rank, value)
-                if self.rest is not None:
-                    self.rest.decode_payload(payload[some, end:], value, is_add=True)
+                self._read_factors(payload[some, :end], value, is_add=False)
+                self.rest.decode_payload(payload[some, end:], value, is_add=True)
                 if is_add:
                     out[some].add_(value)
+
+    def _read_factors(self, payload: Tensor, out: Tensor, *, is_add: bool) -> None:
+        rank = self.effective_rank(out.shape[1], out.shape[2])
+        if (kernels := self._compiled_factors(out)) is not None:
+            kernels.decode_factors(payload, out, rank=rank, is_add=is_add)
+        elif is_add:
+            out.add_(read_integers(payload, rank, torch.empty_like(out)))
+        else:
+            read_integers(payload, rank, out)
 
 
 def _chunks(x: Tensor) -> list[slice]:

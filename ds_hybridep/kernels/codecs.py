@@ -5,6 +5,7 @@ Callers check shapes: payloads are [n, bytes] uint8 with dense rows; other tenso
 method says otherwise.  ValueError if the tensors of a call are on more than one device, or not on that of the kernels.
 """
 
+from collections.abc import Mapping
 from enum import IntEnum
 
 import torch
@@ -47,6 +48,11 @@ class CompiledCodecs:
     def __init__(self, kernels: CompiledKernels) -> None:
         self._extension, self._lane, self._device_type = kernels.extension, kernels.lane, kernels.device_type
 
+    @property
+    def has_factors(self) -> bool:
+        """True for the CPU: on accelerators, torch's operations are few launches for many matrices."""
+        return hasattr(self._extension, "encode_factors")
+
     def prepare(self, source: Source, a: Tensor, other: Tensor | None) -> tuple[Tensor, Tensor]:
         """Return what is encoded, like a [n, ...], and [n] bool: the tensors with inf or nan, which become zeros."""
         device = self._device_of(a=a, other=other)
@@ -72,6 +78,31 @@ class CompiledCodecs:
         """Assign or add the values of payload [n, bytes] to out [n, ...]."""
         with self._lane(self._device_of(out=out, payload=payload)) as lane:
             call(self._extension.blockwise_decode, *_place(payload), *_size(out), bits, block, is_add, lane, out)
+
+    def encode_factors(
+        self, x: Tensor, state: Mapping[str, Tensor], payload: Tensor, is_bad: Tensor, *, sizes: Tensor, start: Tensor,
+        mix: Tensor,
+    ) -> Tensor:  # fmt: skip
+        """Write integer factors of finite x [n, rows, cols] to payload.  Only if `has_factors`.
+
+        state: of `LowRank`; updated but where is_bad [n] uint8 is 1.  The other arguments are explained in
+            csrc/include/hybridep_factors.h.
+
+        Returns [n] uint8: 1 for an overflow.
+        """
+        device = self._device_of(x=x, payload=payload)
+        overflows = _bytes(x.shape[0], device)
+        kept = (state["q"], state.get("row_rms"), state.get("col_rms"))
+        with self._lane(device) as lane:
+            sizes_of = (*x.shape, mix.shape[0], lane)
+            place = _place(payload)
+            call(self._extension.encode_factors, x, sizes, start, mix, *sizes_of, is_bad, *kept, *place, overflows)
+        return overflows
+
+    def decode_factors(self, payload: Tensor, out: Tensor, *, rank: int, is_add: bool) -> None:
+        """Assign or add the values of integer factors to out [n, rows, cols].  Only if `has_factors`."""
+        with self._lane(self._device_of(out=out, payload=payload)) as lane:
+            call(self._extension.decode_factors, *_place(payload), *out.shape, rank, lane, is_add, out)
 
     def compact(self, values: Tensor, words: Tensor, seed: int) -> None:
         """Write the compact form of values [n, length] to words [n, blocks, words of a block] int16."""

@@ -10,8 +10,13 @@ from hypothesis import strategies as st
 from ds_hybridep.geometry.packets import HEADER_BYTES
 
 
-def packet_of(x, **options):
-    codec = make_codec({**BALANCED, **options})
+@pytest.fixture(params=["reference", "compiled"])
+def kernels(request):
+    return request.param
+
+
+def packet_of(x, kernels, **options):
+    codec = make_codec({**BALANCED, **options}, kernels=kernels)
     return codec, codec.encode(x, codec.new_state(*x.shape))
 
 
@@ -38,23 +43,46 @@ def read_by_hand(packet, rank, rows, cols, some_rows=None, some_cols=None):
 
 
 @pytest.mark.parametrize(("rank", "rows", "cols"), [(1, 24, 40), (5, 23, 41), (7, 64, 33)])
-def test_a_packet_means_what_its_description_says(rank, rows, cols):
+def test_a_packet_means_what_its_description_says(rank, rows, cols, kernels):
     x = normal(2, rows, cols) * torch.linspace(1e-6, 1, rows)[:, None]
-    codec, packets = packet_of(x, rank=rank, ratio=None)
+    codec, packets = packet_of(x, kernels, rank=rank, ratio=None)
     value = codec.decode(packets, torch.empty_like(x))
     for packet, one in zip(packets, value, strict=True):
         assert_same_bits(one, read_by_hand(packet, rank, rows, cols))
 
 
-@given(st.integers(0, 2**16), st.floats(-25, 30))
-def test_rows_and_columns_of_zeros_stay_zeros(seed, exponent):
+@given(st.integers(0, 2**16), st.floats(-25, 30), st.sampled_from(["reference", "compiled"]))
+def test_rows_and_columns_of_zeros_stay_zeros(seed, exponent, kernels):
     x = normal(1, 40, 60, seed=seed) * 10.0**exponent
     x[0, seed % 40], x[0, :, seed % 60] = 0, 0
-    codec, packets = packet_of(x, rank=4, ratio=None)
+    codec, packets = packet_of(x, kernels, rank=4, ratio=None)
     value = codec.decode(packets, torch.empty_like(x))
     assert not value[0, seed % 40].any()
     assert not value[0, :, seed % 60].any()
     assert value.any()
+
+
+@pytest.mark.parametrize("weighting", ["none", "rms"])
+@pytest.mark.parametrize("rank", [1, 4, 11])
+@pytest.mark.parametrize("shape", [(3, 256, 64), (2, 64, 256), (1, 37, 201), (1, 2, 300)], ids=str)
+def test_both_kinds_of_kernels_leave_as_much_and_read_each_others_packets(shape, rank, weighting):
+    x = normal(*shape) * torch.linspace(0.1, 3, shape[1])[:, None] * torch.linspace(2, 0.1, shape[2]) ** 2
+    spec = {**BALANCED, "rank": min(rank, shape[1]), "ratio": None, "weighting": weighting}
+    both = [make_codec(spec, kernels=kernels) for kernels in ("reference", "compiled")]
+    states, left = [codec.new_state(*shape) for codec in both], [torch.zeros(shape) for _ in both]
+    for step in range(4):
+        packets = [
+            codec.encode_with_residual(x, residual, state)
+            for codec, residual, state in zip(both, left, states, strict=True)
+        ]
+        values = [codec.decode(one, torch.empty(shape)) for codec, one in zip(both, packets, strict=True)]
+        assert_same_bits(values[0], both[1].decode(packets[0], torch.empty(shape)))
+        assert_same_bits(values[1], both[0].decode(packets[1], torch.empty(shape)))
+        assert_same_bits(both[1].decode_add(packets[0], x.clone()), both[0].decode_add(packets[0], x.clone()))
+        assert left[1].norm() == pytest.approx(left[0].norm(), rel=0.03), step
+    for name, tensor in states[0].tensors.items():
+        if name != "q":
+            torch.testing.assert_close(states[1].tensors[name], tensor, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("shape", [(1, 256, 512), (3, 100, 64), (1, 2048, 16)])
@@ -78,9 +106,9 @@ def made(kind):
 
 
 @pytest.mark.parametrize("kind", ["of rank two", "ill conditioned", "equal rows", "zero"])
-def test_degenerate_matrices_give_finite_values_and_come_ever_closer(kind):
+def test_degenerate_matrices_give_finite_values_and_come_ever_closer(kind, kernels):
     x = made(kind)
-    codec = make_codec({**BALANCED, "weighting": "none", "rank": 8})
+    codec = make_codec({**BALANCED, "weighting": "none", "rank": 8}, kernels=kernels)
     mirror, state = torch.zeros_like(x), codec.new_state(*x.shape)
     for _ in range(8):
         codec.encode_update(x, mirror, state)
@@ -90,9 +118,9 @@ def test_degenerate_matrices_give_finite_values_and_come_ever_closer(kind):
 
 @pytest.mark.parametrize("before", [0, 1])
 @pytest.mark.parametrize("num_zero_rows", [0, 4, 40])
-def test_a_matrix_that_was_zero_is_found_in_its_next_step(num_zero_rows, before):
+def test_a_matrix_that_was_zero_is_found_in_its_next_step(num_zero_rows, before, kernels):
     """An expert without tokens leaves no directions to start from."""
-    codec, mirror = make_codec({**BALANCED, "rank": 8}), torch.zeros(1, 64, 96)
+    codec, mirror = make_codec({**BALANCED, "rank": 8}, kernels=kernels), torch.zeros(1, 64, 96)
     state, x = codec.new_state(1, 64, 96), made("of rank two")
     x[:, :num_zero_rows] = 0
     for _ in range(before):
@@ -104,15 +132,15 @@ def test_a_matrix_that_was_zero_is_found_in_its_next_step(num_zero_rows, before)
     assert (x - mirror).norm() < 0.2 * x.norm()
 
 
-def test_a_gradient_that_takes_back_what_waits_arrives():
-    codec, residual = make_codec({**BALANCED, "rank": 8}), normal(1, 64, 96)
+def test_a_gradient_that_takes_back_what_waits_arrives(kernels):
+    codec, residual = make_codec({**BALANCED, "rank": 8}, kernels=kernels), normal(1, 64, 96)
     for share in (1.0, 1.0 - 1e-6):
         packets = codec.encode_with_residual(-residual * share, residual, codec.new_state(1, 64, 96))
         assert codec.decode(packets, torch.empty(1, 64, 96)).isfinite().all()
 
 
-def test_a_machine_that_takes_subnormal_numbers_for_zero_sends_and_reads_the_same():
-    codec = make_codec({**BALANCED, "rank": 8})
+def test_a_machine_that_takes_subnormal_numbers_for_zero_sends_and_reads_the_same(kernels):
+    codec = make_codec({**BALANCED, "rank": 8}, kernels=kernels)
     for exponent in (0, -20, -28, -33, -38):
         x = torch.cat([made("of rank two"), torch.zeros(1, 64, 96)]) * 10.0**exponent
         packets = codec.encode(x, codec.new_state(2, 64, 96))
@@ -129,8 +157,12 @@ def test_a_machine_that_takes_subnormal_numbers_for_zero_sends_and_reads_the_sam
 
 
 @pytest.mark.parametrize("huge", [1e25, 1e33])
-def test_a_huge_gradient_does_not_spoil_the_steps_after_it(huge):
-    codec, x, residual = make_codec({**BALANCED, "rank": 8}), made("of rank two"), torch.zeros(1, 64, 96)
+def test_a_huge_gradient_does_not_spoil_the_steps_after_it(huge, kernels):
+    codec, x, residual = (
+        make_codec({**BALANCED, "rank": 8}, kernels=kernels),
+        made("of rank two"),
+        torch.zeros(1, 64, 96),
+    )
     state = codec.new_state(1, 64, 96)
     sent, wanted = torch.zeros(1, 64, 96, dtype=torch.float64), torch.zeros(1, 64, 96, dtype=torch.float64)
     for factor in (1.0, huge, *[1.0] * 3):
@@ -141,9 +173,9 @@ def test_a_huge_gradient_does_not_spoil_the_steps_after_it(huge):
     assert (sent + residual - wanted).abs().max() < 1e-5 * wanted.abs().max()
 
 
-def test_the_largest_rank_decodes_as_its_description_says():
+def test_the_largest_rank_decodes_as_its_description_says(kernels):
     """With sums of 256 products no integer is rounded, in any order."""
-    codec = make_codec({**BALANCED, "rank": 256})
+    codec = make_codec({**BALANCED, "rank": 256}, kernels=kernels)
     x = normal(1, 1024, 1100)
     packets = codec.encode(x, codec.new_state(1, 1024, 1100))
     value = codec.decode(packets, torch.empty(1, 1024, 1100))
@@ -152,8 +184,8 @@ def test_the_largest_rank_decodes_as_its_description_says():
 
 
 @pytest.mark.parametrize("elsewhere", ["autocast", "bf16 by default", "two threads", "other products"])
-def test_what_a_script_has_set_changes_no_value(elsewhere):
-    codec, x = make_codec({**BALANCED, "rank": 9, "rest": "int2"}), normal(2, 70, 90)
+def test_what_a_script_has_set_changes_no_value(elsewhere, kernels):
+    codec, x = make_codec({**BALANCED, "rank": 9, "rest": "int2"}, kernels=kernels), normal(2, 70, 90)
     packets = codec.encode(x, codec.new_state(2, 70, 90))
     value = codec.decode(packets, torch.empty(2, 70, 90))
 

@@ -246,7 +246,7 @@ def test_a_rest_that_overflows_flags_the_packet(kernels):
 
 @pytest.mark.parametrize("spec", [{**BALANCED, "ratio": 50}, {**BALANCED, "ratio": 50, "rest": "int2"}], ids=str)
 @pytest.mark.parametrize("kind", ["one direction", "few tokens", "few rows", "few columns"])
-def test_matrices_of_fewer_directions_than_the_rank_arrive(kind, spec):
+def test_matrices_of_fewer_directions_than_the_rank_arrive(kernels, kind, spec):
     """The gradient of an expert that got few tokens: the residual must not grow, or it leaves fp32 soon."""
     generator = torch.Generator().manual_seed(7)
 
@@ -263,7 +263,7 @@ def test_matrices_of_fewer_directions_than_the_rank_arrive(kind, spec):
         return random(16, 512, directions) @ random(16, directions, 256) * sizes
 
     gradients, residual = [gradient() for _ in range(3)], torch.zeros(16, 512, 256)
-    codec = make_codec(spec)
+    codec = make_codec(spec, kernels=kernels)
     state = codec.new_state(16, 512, 256)
     for step in range(12):
         before = residual.flatten(1).norm(dim=1) + gradients[step % 3].flatten(1).norm(dim=1)

@@ -1,0 +1,428 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Low rank with integer factors on the CPU, one matrix after the other.  Names and steps are those of
+// ds_hybridep/codecs/low_rank.py and integer_factors.py, which explain them.
+
+#include "hybridep_factors.h"
+
+#include <algorithm>
+#include <bit>
+#include <cmath>
+#include <cstring>
+#include <vector>
+
+#include "hybridep_blocks.h"
+
+namespace hybridep {
+
+namespace {
+
+constexpr float kDecay = 0.95f, kSmallestRms = 1e-3f, kLargestRms = 1e30f;
+constexpr float kSmallestUnit = 0x1p-100f, kLargestUnit = 0x1p100f, kSmallestSize = 1e-3f, kTiny = 1e-30f;
+constexpr float kRidge = 3e-5f, kSolveRidge = 1e-3f;
+constexpr float kStep = 0.335f, kLargest = 15.0f;
+constexpr float kSmallestRowScale = 0x1p-98f, kSmallestColScale = 0x1p-28f;
+constexpr int kShift = 19, kLargestByte = 255, kIterations = 2;
+constexpr int32_t kLargestCode = (0x7f800000 >> kShift) - 1;
+constexpr int64_t kBasesBytes = 4, kChunk = 64;
+
+float scale_of_code(int32_t code) { return std::bit_cast<float>(code << kShift); }
+
+int32_t code_of_scale(float scale) {
+    return std::min((std::bit_cast<int32_t>(scale) + (1 << (kShift - 1))) >> kShift, kLargestCode);
+}
+
+float largest_of(const float* values, int64_t count) {
+    float largest = 0.0f;
+#pragma omp simd reduction(max : largest)
+    for (int64_t i = 0; i < count; ++i) largest = std::max(largest, std::fabs(values[i]));
+    return largest;
+}
+
+float dot(const float* a, const float* b, int64_t count) {
+    float sum = 0.0f;
+#pragma omp simd reduction(+ : sum)
+    for (int64_t i = 0; i < count; ++i) sum += a[i] * b[i];
+    return sum;
+}
+
+// out [rank, rows] = q [rank, cols] times the transposed y [rows, cols].
+void times_rows(const float* q, const float* y, const FactorShape& s, float* out) {
+    for (int64_t i = 0; i < s.rows; ++i) {
+        const float* row = y + i * s.cols;
+        int64_t r = 0;
+        for (; r + 4 <= s.rank; r += 4) {
+            const float *a = q + r * s.cols, *b = a + s.cols, *c = b + s.cols, *d = c + s.cols;
+            float of_a = 0.0f, of_b = 0.0f, of_c = 0.0f, of_d = 0.0f;
+#pragma omp simd reduction(+ : of_a, of_b, of_c, of_d)
+            for (int64_t j = 0; j < s.cols; ++j) {
+                of_a += a[j] * row[j];
+                of_b += b[j] * row[j];
+                of_c += c[j] * row[j];
+                of_d += d[j] * row[j];
+            }
+            out[r * s.rows + i] = of_a;
+            out[(r + 1) * s.rows + i] = of_b;
+            out[(r + 2) * s.rows + i] = of_c;
+            out[(r + 3) * s.rows + i] = of_d;
+        }
+        for (; r < s.rank; ++r) out[r * s.rows + i] = dot(q + r * s.cols, row, s.cols);
+    }
+}
+
+// out [m, cols] = p [m, k] times y [k, cols].
+void product(const float* p, const float* y, int64_t m, int64_t k, int64_t cols, float* out) {
+    std::fill(out, out + m * cols, 0.0f);
+    for (int64_t begin = 0; begin < cols; begin += kChunk) {
+        const int64_t count = std::min(kChunk, cols - begin);
+        for (int64_t r = 0; r < m; ++r) {
+            float* to = out + r * cols + begin;
+            const float *weights = p + r * k, *from = y + begin;
+            int64_t i = 0;
+            for (; i + 4 <= k; i += 4, from += 4 * cols) {
+                const float a = weights[i], b = weights[i + 1], c = weights[i + 2], d = weights[i + 3];
+                const float *second = from + cols, *third = second + cols, *fourth = third + cols;
+#pragma omp simd
+                for (int64_t j = 0; j < count; ++j) {
+                    to[j] += (a * from[j] + b * second[j]) + (c * third[j] + d * fourth[j]);
+                }
+            }
+            for (; i < k; ++i, from += cols) {
+                const float a = weights[i];
+#pragma omp simd
+                for (int64_t j = 0; j < count; ++j) to[j] += a * from[j];
+            }
+        }
+    }
+}
+
+// gram [rank, rank] = the products of all pairs of rows of v [rank, count].
+void gram_of(const float* v, int64_t rank, int64_t count, float* gram) {
+    for (int64_t a = 0; a < rank; ++a) {
+        for (int64_t b = 0; b <= a; ++b) {
+            gram[a * rank + b] = gram[b * rank + a] = dot(v + a * count, v + b * count, count);
+        }
+    }
+}
+
+// The lower half of gram [rank, rank] becomes its Cholesky factor, after its diagonal has grown by `ridge`; where
+// rounding has made it indefinite, the roots of the diagonal.
+void cholesky(float* gram, int64_t rank, float ridge, float* diagonal) {
+    for (int64_t a = 0; a < rank; ++a) {
+        diagonal[a] = gram[a * rank + a] = std::max(gram[a * rank + a] * (1.0f + ridge), kTiny);
+    }
+    for (int64_t a = 0; a < rank; ++a) {
+        float* row = gram + a * rank;
+        for (int64_t b = 0; b < a; ++b) {
+            row[b] = (row[b] - dot(row, gram + b * rank, b)) / gram[b * rank + b];
+        }
+        const float left = row[a] - dot(row, row, a);
+        if (!(left > 0.0f)) {
+            for (int64_t c = 0; c < rank; ++c) {
+                std::fill(gram + c * rank, gram + c * rank + c, 0.0f);
+                gram[c * rank + c] = std::sqrt(diagonal[c]);
+            }
+            return;
+        }
+        row[a] = std::sqrt(left);
+    }
+}
+
+// v [rank, count] becomes L^-1 v for the lower half L of factor [rank, rank].
+void solve_lower(const float* factor, int64_t rank, int64_t count, float* v) {
+    for (int64_t a = 0; a < rank; ++a) {
+        float* row = v + a * count;
+        for (int64_t b = 0; b < a; ++b) {
+            const float weight = factor[a * rank + b];
+            const float* from = v + b * count;
+#pragma omp simd
+            for (int64_t j = 0; j < count; ++j) row[j] -= weight * from[j];
+        }
+        const float pivot = factor[a * rank + a];
+#pragma omp simd
+        for (int64_t j = 0; j < count; ++j) row[j] /= pivot;
+    }
+}
+
+// v becomes L^-T v.
+void solve_upper(const float* factor, int64_t rank, int64_t count, float* v) {
+    for (int64_t a = rank - 1; a >= 0; --a) {
+        float* row = v + a * count;
+        for (int64_t b = a + 1; b < rank; ++b) {
+            const float weight = factor[b * rank + a];
+            const float* from = v + b * count;
+#pragma omp simd
+            for (int64_t j = 0; j < count; ++j) row[j] -= weight * from[j];
+        }
+        const float pivot = factor[a * rank + a];
+#pragma omp simd
+        for (int64_t j = 0; j < count; ++j) row[j] /= pivot;
+    }
+}
+
+// rms [count] becomes that of the next step; weight [count] = rms over the largest.  squares: mean of each.
+void weigh(float* rms, const double* squares, int64_t count, float* weight) {
+    float largest = kSmallestUnit;
+    for (int64_t i = 0; i < count; ++i) {
+        const double mean = kDecay * double{rms[i]} * rms[i] + (1.0 - kDecay) * squares[i];
+        rms[i] = static_cast<float>(std::min(std::sqrt(mean), double{kLargestRms}));
+        largest = std::max(largest, rms[i]);
+    }
+    for (int64_t i = 0; i < count; ++i) weight[i] = std::max(rms[i] / largest, kSmallestRms);
+}
+
+// odd [rank, count] = odd integers for v; codes [count] = those of their scales times weight [count].
+void quantise(const float* v, const float* weight, const float* gram, int64_t rank, int64_t count, float smallest,
+              float* odd, int32_t* codes) {
+    for (int64_t begin = 0; begin < count; begin += kChunk) {
+        const int64_t size = std::min(kChunk, count - begin);
+        alignas(64) float squares[kChunk] = {}, largest[kChunk] = {}, step[kChunk], across[kChunk];
+        alignas(64) float linear[kChunk] = {}, square[kChunk] = {};
+        for (int64_t r = 0; r < rank; ++r) {
+            const float* from = v + r * count + begin;
+#pragma omp simd
+            for (int64_t j = 0; j < size; ++j) {
+                squares[j] += from[j] * from[j];
+                largest[j] = std::max(largest[j], std::fabs(from[j]));
+            }
+        }
+#pragma omp simd
+        for (int64_t j = 0; j < size; ++j) {
+            const float rms = std::sqrt(squares[j] / static_cast<float>(rank));
+            step[j] = std::min(kStep * rms, largest[j] / (kLargest / 2));
+        }
+        for (int64_t r = 0; r < rank; ++r) {
+            const float* from = v + r * count + begin;
+            float* to = odd + r * count + begin;
+#pragma omp simd
+            for (int64_t j = 0; j < size; ++j) {
+                const float level = std::floor(from[j] / std::max(step[j], kTiny)) * 2 + 1;
+                to[j] = std::min(std::max(level, -kLargest), kLargest);
+            }
+        }
+        for (int64_t a = 0; a < rank; ++a) {
+            std::fill(across, across + size, 0.0f);
+            for (int64_t b = 0; b < rank; ++b) {
+                const float both = gram[a * rank + b];
+                const float* from = odd + b * count + begin;
+#pragma omp simd
+                for (int64_t j = 0; j < size; ++j) across[j] += both * from[j];
+            }
+            const float *of_v = v + a * count + begin, *of_odd = odd + a * count + begin;
+#pragma omp simd
+            for (int64_t j = 0; j < size; ++j) {
+                linear[j] += across[j] * of_v[j];
+                square[j] += across[j] * of_odd[j];
+            }
+        }
+        for (int64_t j = 0; j < size; ++j) {
+            float scale = linear[j] / std::max(square[j], kTiny);
+            scale = std::min(std::max(scale, step[j] / 4), step[j]) * weight[begin + j];
+            codes[begin + j] = scale >= smallest ? code_of_scale(scale) : 0;
+        }
+    }
+}
+
+// What the encoding of a matrix needs beside its arguments.
+struct Scratch {
+    explicit Scratch(const FactorShape& s)
+        : y(s.rows * s.cols), p(s.rank * s.rows), q(s.rank * s.cols), mixed_p(p.size()), mixed_q(q.size()),
+          gram(s.rank * s.rank), factor(gram.size()), size(s.rank), row_weight(s.rows), col_weight(s.cols), inverse(s.cols),
+          row_squares(s.rows), col_squares(s.cols), row_rms(s.rows), col_rms(s.cols), row_codes(s.rows),
+          col_codes(s.cols) {}
+
+    std::vector<float> y, p, q, mixed_p, mixed_q, gram, factor, size, row_weight, col_weight, inverse;
+    std::vector<double> row_squares, col_squares;
+    std::vector<float> row_rms, col_rms;
+    std::vector<int32_t> row_codes, col_codes;
+};
+
+void find_weights(const float* sizes, const FactorShape& s, const float* row_rms, const float* col_rms, Scratch& w) {
+    if (row_rms == nullptr) {
+        std::fill(w.row_weight.begin(), w.row_weight.end(), 1.0f);
+        std::fill(w.col_weight.begin(), w.col_weight.end(), 1.0f);
+        return;
+    }
+    std::fill(w.col_squares.begin(), w.col_squares.end(), 0.0);
+    for (int64_t i = 0; i < s.rows; ++i) {
+        const float* row = sizes + i * s.cols;
+        double* of_cols = w.col_squares.data();
+        double of_row = 0.0;
+#pragma omp simd reduction(+ : of_row)
+        for (int64_t j = 0; j < s.cols; ++j) {
+            const double square = double{row[j]} * row[j];
+            of_row += square;
+            of_cols[j] += square;
+        }
+        w.row_squares[i] = of_row / static_cast<double>(s.cols);
+    }
+    for (double& one : w.col_squares) one /= static_cast<double>(s.rows);
+    std::copy(row_rms, row_rms + s.rows, w.row_rms.begin());
+    std::copy(col_rms, col_rms + s.cols, w.col_rms.begin());
+    weigh(w.row_rms.data(), w.row_squares.data(), s.rows, w.row_weight.data());
+    weigh(w.col_rms.data(), w.col_squares.data(), s.cols, w.col_weight.data());
+}
+
+void write_payload(const Scratch& w, int32_t largest_row, int32_t largest_col, uint8_t* payload, int64_t bytes) {
+    std::memset(payload, 0, static_cast<size_t>(bytes));
+    int64_t place = 0;
+    for (const auto* odd : {&w.mixed_p, &w.mixed_q}) {
+        for (const float level : *odd) {
+            const auto code = static_cast<uint8_t>(static_cast<int32_t>(level + kLargest) / 2);
+            payload[place / 2] |= static_cast<uint8_t>(place % 2 ? code << 4 : code);
+            ++place;
+        }
+    }
+    uint8_t* to = payload + (place + 1) / 2;
+    const int32_t row_base = std::max(largest_row - kLargestByte, 0), col_base = std::max(largest_col - kLargestByte, 0);
+    store16(to, static_cast<uint16_t>(row_base));
+    store16(to + 2, static_cast<uint16_t>(col_base));
+    to += kBasesBytes;
+    for (const int32_t code : w.row_codes) *to++ = static_cast<uint8_t>(std::max(code - row_base, 0));
+    for (const int32_t code : w.col_codes) *to++ = static_cast<uint8_t>(std::max(code - col_base, 0));
+}
+
+// Returns true if it overflows.
+bool encode_one(const float* x, const float* sizes, const float* start, const float* mix, const FactorShape& s,
+                bool is_bad, float* q, float* row_rms, float* col_rms, uint8_t* payload, int64_t bytes, Scratch& w) {
+    const int64_t rank = s.rank;
+    // 1. y = x over the weights of its rows and columns, and over a power of two.
+    find_weights(sizes, s, row_rms, col_rms, w);
+    const float largest = std::clamp(largest_of(x, s.rows * s.cols), kSmallestUnit, kLargestUnit);
+    const float unit = std::bit_cast<float>(std::bit_cast<uint32_t>(largest) & 0x7f800000u);
+    for (int64_t j = 0; j < s.cols; ++j) w.inverse[j] = 1.0f / w.col_weight[j];
+    for (int64_t i = 0; i < s.rows; ++i) {
+        const float *from = x + i * s.cols, *of_cols = w.inverse.data();
+        float* to = w.y.data() + i * s.cols;
+        const float of_row = 1.0f / unit / w.row_weight[i];
+#pragma omp simd
+        for (int64_t j = 0; j < s.cols; ++j) to[j] = from[j] * of_row * of_cols[j];
+        w.row_weight[i] *= unit;
+    }
+    // 2. Two steps of power iteration.
+    for (int step = 0; step < kIterations; ++step) {
+        times_rows(step ? w.q.data() : start, w.y.data(), s, w.p.data());
+        gram_of(w.p.data(), rank, s.rows, w.gram.data());
+        cholesky(w.gram.data(), rank, kRidge, w.size.data());
+        solve_lower(w.gram.data(), rank, s.rows, w.p.data());
+        product(w.p.data(), w.y.data(), rank, s.rows, s.cols, w.q.data());
+    }
+    // 3. Sizes are shared out between P and Q, and mixed.
+    float most = 0.0f;
+    for (int64_t r = 0; r < rank; ++r) {
+        const float* row = w.q.data() + r * s.cols;
+        w.size[r] = std::sqrt(dot(row, row, s.cols));
+        most = std::max(most, w.size[r]);
+    }
+    for (int64_t r = 0; r < rank; ++r) {
+        w.size[r] = std::sqrt(std::max({w.size[r], kSmallestSize * most, kTiny}));
+        for (int64_t a = 0; a < rank; ++a) {
+            w.gram[a * rank + r] = mix[a * rank + r] * w.size[r];
+            w.factor[a * rank + r] = mix[a * rank + r] / w.size[r];
+        }
+    }
+    product(w.gram.data(), w.p.data(), rank, rank, s.rows, w.mixed_p.data());
+    product(w.factor.data(), w.q.data(), rank, rank, s.cols, w.mixed_q.data());
+    // 4. P is rounded, and p becomes what the other side has of it.
+    gram_of(w.mixed_q.data(), rank, s.cols, w.gram.data());
+    std::swap(w.p, w.mixed_p);
+    quantise(w.p.data(), w.row_weight.data(), w.gram.data(), rank, s.rows, kSmallestRowScale, w.mixed_p.data(),
+             w.row_codes.data());
+    for (int64_t i = 0; i < s.rows; ++i) {
+        const float scale = scale_of_code(w.row_codes[i]) / w.row_weight[i];
+        for (int64_t r = 0; r < rank; ++r) w.p[r * s.rows + i] = w.mixed_p[r * s.rows + i] * scale;
+    }
+    // 5. The best Q for it, rounded.
+    gram_of(w.p.data(), rank, s.rows, w.gram.data());
+    product(w.p.data(), w.y.data(), rank, s.rows, s.cols, w.q.data());
+    w.factor = w.gram;
+    cholesky(w.factor.data(), rank, kSolveRidge, w.size.data());
+    solve_lower(w.factor.data(), rank, s.cols, w.q.data());
+    solve_upper(w.factor.data(), rank, s.cols, w.q.data());
+    quantise(w.q.data(), w.col_weight.data(), w.gram.data(), rank, s.cols, kSmallestColScale, w.mixed_q.data(),
+             w.col_codes.data());
+    // 6. The payload and the next state.
+    const int32_t largest_row = *std::max_element(w.row_codes.begin(), w.row_codes.end());
+    const int32_t largest_col = *std::max_element(w.col_codes.begin(), w.col_codes.end());
+    const float bound = scale_of_code(largest_row) * (static_cast<float>(rank) * kLargest * kLargest) *
+                        std::max(scale_of_code(largest_col), 1.0f);
+    const float largest_q = largest_of(w.q.data(), rank * s.cols);
+    if (!std::isfinite(bound + largest_q)) {
+        std::memset(payload, 0, static_cast<size_t>(bytes));
+        return true;
+    }
+    write_payload(w, largest_row, largest_col, payload, bytes);
+    if (is_bad) return false;
+    if (largest_q > 0.0f) std::copy(w.q.begin(), w.q.end(), q);  // nothing can be found from zeros
+    if (row_rms != nullptr) {
+        std::copy(w.row_rms.begin(), w.row_rms.end(), row_rms);
+        std::copy(w.col_rms.begin(), w.col_rms.end(), col_rms);
+    }
+    return false;
+}
+
+}  // namespace
+
+void encode_factors(const float* x, const float* sizes, const float* start, const float* mix, const FactorShape& shape,
+                    const uint8_t* is_bad, const FactorState& state, const Payloads& payloads, uint8_t* overflows) {
+    const int64_t length = shape.rows * shape.cols, size = shape.rank * shape.cols;
+    const bool is_weighted = state.row_rms != nullptr;
+#pragma omp parallel num_threads(threads_for(shape.n * length, shape.num_threads))
+    {
+        Scratch work(shape);
+#pragma omp for schedule(static)
+        for (int64_t i = 0; i < shape.n; ++i) {
+            overflows[i] = encode_one(x + i * length, sizes + i * length, start + i * size, mix, shape, is_bad[i] != 0,
+                                      state.q + i * size, is_weighted ? state.row_rms + i * shape.rows : nullptr,
+                                      is_weighted ? state.col_rms + i * shape.cols : nullptr,
+                                      payloads.data + i * payloads.stride, payloads.bytes, work);
+        }
+    }
+}
+
+void decode_factors(const Payloads& payloads, const FactorShape& shape, bool is_add, float* out) {
+    const int64_t rank = shape.rank, rows = shape.rows, cols = shape.cols;
+    const int64_t num_codes = rank * (rows + cols);
+#pragma omp parallel num_threads(threads_for(shape.n * rows * cols, shape.num_threads))
+    {
+        std::vector<float> odd(num_codes), row_scale(rows), col_scale(cols);
+#pragma omp for schedule(static)
+        for (int64_t i = 0; i < shape.n; ++i) {
+            const uint8_t* payload = payloads.data + i * payloads.stride;
+            for (int64_t place = 0; place < num_codes; ++place) {
+                const int32_t code = place % 2 ? payload[place / 2] >> 4 : payload[place / 2] & 15;
+                odd[place] = static_cast<float>(2 * code) - kLargest;
+            }
+            const uint8_t* from = payload + (num_codes + 1) / 2;
+            const int32_t row_base = load16(from), col_base = load16(from + 2);
+            from += kBasesBytes;
+            for (float& scale : row_scale) scale = scale_of_code(*from ? *from + row_base : 0), ++from;
+            for (float& scale : col_scale) scale = scale_of_code(*from ? *from + col_base : 0), ++from;
+            const float* q = odd.data() + rank * rows;
+            for (int64_t row = 0; row < rows; ++row) {
+                for (int64_t begin = 0; begin < cols; begin += kChunk) {
+                    const int64_t count = std::min(kChunk, cols - begin);
+                    alignas(64) float value[kChunk] = {};
+                    for (int64_t r = 0; r < rank; ++r) {
+                        const float weight = odd[r * rows + row];
+                        const float* levels = q + r * cols + begin;
+#pragma omp simd
+                        for (int64_t j = 0; j < count; ++j) value[j] += weight * levels[j];
+                    }
+                    float* to = out + (i * rows + row) * cols + begin;
+                    const float of_row = row_scale[row];
+                    const float* of_cols = col_scale.data() + begin;
+                    if (is_add) {
+#pragma omp simd
+                        for (int64_t j = 0; j < count; ++j) to[j] += value[j] * of_row * of_cols[j];
+                    } else {
+#pragma omp simd
+                        for (int64_t j = 0; j < count; ++j) to[j] = value[j] * of_row * of_cols[j];
+                    }
+                }
+            }
+        }
+    }
+}
+
+}  // namespace hybridep

@@ -1,0 +1,44 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Low rank with integer factors, for small matrices on the CPU: what ds_hybridep/codecs/low_rank.py and
+// integer_factors.py say in 200 operations of torch, in one call.  Larger matrices spend their time in products, which
+// torch does faster.
+//
+// Decoded values equal those of integer_factors.py to the bit.  Payloads do not: sums have another order.
+
+#pragma once
+
+#include <cstdint>
+
+#include "hybridep_codecs.h"
+
+namespace hybridep {
+
+// n matrices [rows, cols], and factors with `rank` rows.  num_threads is an upper bound.
+struct FactorShape {
+    int64_t n;
+    int64_t rows;
+    int64_t cols;
+    int64_t rank;
+    int num_threads;
+};
+
+// What an encoder remembers of each matrix.  Rows and columns count the same if row_rms and col_rms are null.
+struct FactorState {
+    float* q;        // [n, rank, cols]
+    float* row_rms;  // [n, rows]
+    float* col_rms;  // [n, cols]
+};
+
+// Writes the factors of finite x [n, rows, cols], and updates `state` but where is_bad [n] is 1.
+//   sizes      [n, rows, cols], from which rows and columns get their weights
+//   start      [n, rank, cols], the q to start from; may be state.q
+//   mix        [rank, rank], orthogonal
+//   overflows  [n] becomes 1 where a value or the next q would be inf; the payload is then zeros, the state unchanged
+void encode_factors(const float* x, const float* sizes, const float* start, const float* mix, const FactorShape& shape,
+                    const uint8_t* is_bad, const FactorState& state, const Payloads& payloads, uint8_t* overflows);
+
+// out [n, rows, cols] = the values of payloads, or += if is_add.
+void decode_factors(const Payloads& payloads, const FactorShape& shape, bool is_add, float* out);
+
+}  // namespace hybridep
