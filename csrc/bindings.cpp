@@ -363,13 +363,14 @@ hybridep::FactorShape to_factor_shape(int64_t n, int64_t rows, int64_t cols, int
     return {n, rows, cols, rank, num_threads};
 }
 
-void encode_factors(Address x, Address sizes, Address start, Address mix, int64_t n, int64_t rows, int64_t cols,
-                    int64_t rank, int num_threads, Address is_bad, Address q, Address row_rms, Address col_rms,
-                    Address payload, int64_t stride, int64_t bytes, Address overflows) {
-    hybridep::encode_factors(at<const float>(x), at<const float>(sizes), at<const float>(start), at<const float>(mix),
-                             to_factor_shape(n, rows, cols, rank, bytes, num_threads), at<const uint8_t>(is_bad),
+void encode_factors(int source, Address a, Address other, Address sizes, Address start, Address mix, int64_t n,
+                    int64_t rows, int64_t cols, int64_t rank, int num_threads, Address q, Address row_rms,
+                    Address col_rms, Address payload, int64_t stride, int64_t bytes, Address is_bad) {
+    const hybridep::FactorShape shape = to_factor_shape(n, rows, cols, rank, bytes, num_threads);
+    hybridep::encode_factors(to_input(source, a, other, n, rows * cols), at<const float>(sizes),
+                             at<const float>(start), at<const float>(mix), shape,
                              {at<float>(q), at<float>(row_rms), at<float>(col_rms)},
-                             to_payloads(payload, stride, bytes), at<uint8_t>(overflows));
+                             to_payloads(payload, stride, bytes), at<uint8_t>(is_bad));
 }
 
 void decode_factors(Address payload, int64_t stride, int64_t bytes, int64_t n, int64_t rows, int64_t cols,

@@ -282,12 +282,12 @@ void write_payload(const Scratch& w, int32_t largest_row, int32_t largest_col, u
     for (const int32_t code : w.col_codes) *to++ = static_cast<uint8_t>(std::max(code - col_base, 0));
 }
 
-// Returns true if it overflows.
+// Returns true if it overflows; the payload is then zeros.
 bool encode_one(const float* x, const float* sizes, const float* start, const float* mix, const FactorShape& s,
-                bool is_bad, float* q, float* row_rms, float* col_rms, uint8_t* payload, int64_t bytes, Scratch& w) {
+                bool is_bad, const FactorState& state, uint8_t* payload, int64_t bytes, Scratch& w) {
     const int64_t rank = s.rank;
     // 1. y = x over the weights of its rows and columns, and over a power of two.
-    find_weights(sizes, s, row_rms, col_rms, w);
+    find_weights(sizes, s, state.row_rms, state.col_rms, w);
     const float largest = std::clamp(largest_of(x, s.rows * s.cols), kSmallestUnit, kLargestUnit);
     const float unit = std::bit_cast<float>(std::bit_cast<uint32_t>(largest) & 0x7f800000u);
     for (int64_t j = 0; j < s.cols; ++j) w.inverse[j] = 1.0f / w.col_weight[j];
@@ -353,74 +353,112 @@ bool encode_one(const float* x, const float* sizes, const float* start, const fl
     }
     write_payload(w, largest_row, largest_col, payload, bytes);
     if (is_bad) return false;
-    if (largest_q > 0.0f) std::copy(w.q.begin(), w.q.end(), q);  // nothing can be found from zeros
-    if (row_rms != nullptr) {
-        std::copy(w.row_rms.begin(), w.row_rms.end(), row_rms);
-        std::copy(w.col_rms.begin(), w.col_rms.end(), col_rms);
+    if (largest_q > 0.0f) std::copy(w.q.begin(), w.q.end(), state.q);  // nothing can be found from zeros
+    if (state.row_rms != nullptr) {
+        std::copy(w.row_rms.begin(), w.row_rms.end(), state.row_rms);
+        std::copy(w.col_rms.begin(), w.col_rms.end(), state.col_rms);
     }
     return false;
 }
 
-}  // namespace
+// What the decoding of a matrix needs beside its arguments.
+struct Read {
+    explicit Read(const FactorShape& s) : odd(s.rank * (s.rows + s.cols)), row_scale(s.rows), col_scale(s.cols) {}
 
-void encode_factors(const float* x, const float* sizes, const float* start, const float* mix, const FactorShape& shape,
-                    const uint8_t* is_bad, const FactorState& state, const Payloads& payloads, uint8_t* overflows) {
-    const int64_t length = shape.rows * shape.cols, size = shape.rank * shape.cols;
-    const bool is_weighted = state.row_rms != nullptr;
-#pragma omp parallel num_threads(threads_for(shape.n * length, shape.num_threads))
-    {
-        Scratch work(shape);
-#pragma omp for schedule(static)
-        for (int64_t i = 0; i < shape.n; ++i) {
-            overflows[i] = encode_one(x + i * length, sizes + i * length, start + i * size, mix, shape, is_bad[i] != 0,
-                                      state.q + i * size, is_weighted ? state.row_rms + i * shape.rows : nullptr,
-                                      is_weighted ? state.col_rms + i * shape.cols : nullptr,
-                                      payloads.data + i * payloads.stride, payloads.bytes, work);
+    std::vector<float> odd, row_scale, col_scale;
+};
+
+// take(place, value, count) gets `count` values of a row, from element `place` of the matrix on.
+template <typename Take>
+void decode_one(const uint8_t* payload, const FactorShape& s, Read& r, const Take& take) {
+    const auto num_codes = static_cast<int64_t>(r.odd.size());
+    for (int64_t place = 0; place < num_codes; ++place) {
+        const int32_t code = place % 2 ? payload[place / 2] >> 4 : payload[place / 2] & 15;
+        r.odd[place] = static_cast<float>(2 * code) - kLargest;
+    }
+    const uint8_t* from = payload + (num_codes + 1) / 2;
+    const int32_t row_base = load16(from), col_base = load16(from + 2);
+    from += kBasesBytes;
+    for (float& scale : r.row_scale) scale = scale_of_code(*from ? *from + row_base : 0), ++from;
+    for (float& scale : r.col_scale) scale = scale_of_code(*from ? *from + col_base : 0), ++from;
+    const float* q = r.odd.data() + s.rank * s.rows;
+    for (int64_t row = 0; row < s.rows; ++row) {
+        for (int64_t begin = 0; begin < s.cols; begin += kChunk) {
+            const int64_t count = std::min(kChunk, s.cols - begin);
+            alignas(64) float value[kChunk] = {};
+            for (int64_t k = 0; k < s.rank; ++k) {
+                const float weight = r.odd[k * s.rows + row];
+                const float* levels = q + k * s.cols + begin;
+#pragma omp simd
+                for (int64_t j = 0; j < count; ++j) value[j] += weight * levels[j];
+            }
+            const float of_row = r.row_scale[row];
+            const float* of_cols = r.col_scale.data() + begin;
+#pragma omp simd
+            for (int64_t j = 0; j < count; ++j) value[j] = value[j] * of_row * of_cols[j];
+            take(row * s.cols + begin, value, count);
         }
     }
 }
 
-void decode_factors(const Payloads& payloads, const FactorShape& shape, bool is_add, float* out) {
-    const int64_t rank = shape.rank, rows = shape.rows, cols = shape.cols;
-    const int64_t num_codes = rank * (rows + cols);
-#pragma omp parallel num_threads(threads_for(shape.n * rows * cols, shape.num_threads))
+FactorState state_of(const FactorState& state, const FactorShape& s, int64_t i) {
+    if (state.row_rms == nullptr) return {state.q + i * s.rank * s.cols, nullptr, nullptr};
+    return {state.q + i * s.rank * s.cols, state.row_rms + i * s.rows, state.col_rms + i * s.cols};
+}
+
+}  // namespace
+
+void encode_factors(const Input& input, const float* sizes, const float* start, const float* mix,
+                    const FactorShape& shape, const FactorState& state, const Payloads& payloads, uint8_t* is_bad) {
+    const int64_t length = input.length;
+    std::vector<float> x(input.n * length);
+    std::vector<uint8_t> is_not_finite(input.n);
+    prepare(input, shape.num_threads, x.data(), is_not_finite.data());
+#pragma omp parallel num_threads(threads_for(input.n * length, shape.num_threads))
     {
-        std::vector<float> odd(num_codes), row_scale(rows), col_scale(cols);
+        Scratch work(shape);
+        Read read(shape);
+#pragma omp for schedule(static)
+        for (int64_t i = 0; i < input.n; ++i) {
+            const float* value = x.data() + i * length;
+            uint8_t* payload = payloads.data + i * payloads.stride;
+            is_bad[i] |= is_not_finite[i];
+            const float* of_weights = sizes == nullptr || is_bad[i] ? value : sizes + i * length;
+            is_bad[i] |= encode_one(value, of_weights, start + i * shape.rank * shape.cols, mix, shape, is_bad[i] != 0,
+                                    state_of(state, shape, i), payload, payloads.bytes, work);
+            if (input.source == Source::kEncode || is_bad[i]) continue;
+            float* other = input.other + i * length;
+            decode_one(payload, shape, read, [&](int64_t place, const float* part, int64_t count) {
+                if (input.source == Source::kUpdate) {
+#pragma omp simd
+                    for (int64_t j = 0; j < count; ++j) other[place + j] += part[j];
+                } else {
+#pragma omp simd
+                    for (int64_t j = 0; j < count; ++j) other[place + j] = value[place + j] - part[j];
+                }
+            });
+        }
+    }
+    finish_bad(input, is_bad);
+}
+
+void decode_factors(const Payloads& payloads, const FactorShape& shape, bool is_add, float* out) {
+    const int64_t length = shape.rows * shape.cols;
+#pragma omp parallel num_threads(threads_for(shape.n * length, shape.num_threads))
+    {
+        Read read(shape);
 #pragma omp for schedule(static)
         for (int64_t i = 0; i < shape.n; ++i) {
-            const uint8_t* payload = payloads.data + i * payloads.stride;
-            for (int64_t place = 0; place < num_codes; ++place) {
-                const int32_t code = place % 2 ? payload[place / 2] >> 4 : payload[place / 2] & 15;
-                odd[place] = static_cast<float>(2 * code) - kLargest;
-            }
-            const uint8_t* from = payload + (num_codes + 1) / 2;
-            const int32_t row_base = load16(from), col_base = load16(from + 2);
-            from += kBasesBytes;
-            for (float& scale : row_scale) scale = scale_of_code(*from ? *from + row_base : 0), ++from;
-            for (float& scale : col_scale) scale = scale_of_code(*from ? *from + col_base : 0), ++from;
-            const float* q = odd.data() + rank * rows;
-            for (int64_t row = 0; row < rows; ++row) {
-                for (int64_t begin = 0; begin < cols; begin += kChunk) {
-                    const int64_t count = std::min(kChunk, cols - begin);
-                    alignas(64) float value[kChunk] = {};
-                    for (int64_t r = 0; r < rank; ++r) {
-                        const float weight = odd[r * rows + row];
-                        const float* levels = q + r * cols + begin;
+            float* to = out + i * length;
+            decode_one(payloads.data + i * payloads.stride, shape, read,
+                       [&](int64_t place, const float* part, int64_t count) {
+                           if (is_add) {
 #pragma omp simd
-                        for (int64_t j = 0; j < count; ++j) value[j] += weight * levels[j];
-                    }
-                    float* to = out + (i * rows + row) * cols + begin;
-                    const float of_row = row_scale[row];
-                    const float* of_cols = col_scale.data() + begin;
-                    if (is_add) {
-#pragma omp simd
-                        for (int64_t j = 0; j < count; ++j) to[j] += value[j] * of_row * of_cols[j];
-                    } else {
-#pragma omp simd
-                        for (int64_t j = 0; j < count; ++j) to[j] = value[j] * of_row * of_cols[j];
-                    }
-                }
-            }
+                               for (int64_t j = 0; j < count; ++j) to[place + j] += part[j];
+                           } else {
+                               std::memcpy(to + place, part, static_cast<size_t>(count) * sizeof(float));
+                           }
+                       });
         }
     }
 }

@@ -30,13 +30,13 @@ struct FactorState {
     float* col_rms;  // [n, cols]
 };
 
-// Writes the factors of finite x [n, rows, cols], and updates `state` but where is_bad [n] is 1.
-//   sizes      [n, rows, cols], from which rows and columns get their weights
-//   start      [n, rank, cols], the q to start from; may be state.q
-//   mix        [rank, rank], orthogonal
-//   overflows  [n] becomes 1 where a value or the next q would be inf; the payload is then zeros, the state unchanged
-void encode_factors(const float* x, const float* sizes, const float* start, const float* mix, const FactorShape& shape,
-                    const uint8_t* is_bad, const FactorState& state, const Payloads& payloads, uint8_t* overflows);
+// Writes the factors of what is encoded, and updates `state` and `other` but where is_bad [n] is or becomes 1: for inf,
+// nan or an overflow.
+//   sizes  [n, rows, cols], from which rows and columns get their weights; null: what is encoded
+//   start  [n, rank, cols], the q to start from; may be state.q
+//   mix    [rank, rank], orthogonal
+void encode_factors(const Input& input, const float* sizes, const float* start, const float* mix,
+                    const FactorShape& shape, const FactorState& state, const Payloads& payloads, uint8_t* is_bad);
 
 // out [n, rows, cols] = the values of payloads, or += if is_add.
 void decode_factors(const Payloads& payloads, const FactorShape& shape, bool is_add, float* out);

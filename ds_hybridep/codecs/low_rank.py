@@ -44,7 +44,7 @@ from ds_hybridep.codecs.integer_factors import (
 from ds_hybridep.codecs.interface import Codec, CodecState
 from ds_hybridep.config_codecs import BlockwiseConfig, LowRankConfig
 from ds_hybridep.geometry.packets import ITERATIONS, LowRankSizes, packets_of
-from ds_hybridep.kernels import CompiledCodecs
+from ds_hybridep.kernels import CompiledCodecs, Source
 
 FALLBACK_CONFIG = BlockwiseConfig(type="int4")
 REFRESH_INTERVAL = 64  # steps
@@ -123,12 +123,12 @@ class LowRank(Codec):
     ) -> Tensor:
         """Encode factors and rest."""
         end = self.sizes.factors_bytes(x.shape[1], x.shape[2])
-        if (kernels := self._compiled_factors(x)) is not None:
-            is_overflow = self._encode_small(
-                x, x if sizes is None else sizes, state, payload[:, :end], is_bad, kernels
-            )
-        else:
+        if (kernels := self._compiled_factors(x)) is None:
             is_overflow = self._encode_large(x, x if sizes is None else sizes, state, payload[:, :end], is_bad)
+        else:
+            flags = is_bad.to(torch.uint8)
+            self._encode_small(kernels, Source.ENCODE, x, None, state, payload=payload, is_bad=flags, sizes=sizes)
+            is_overflow = flags.bool()
         if self.rest is None:
             return is_overflow
         left = torch.empty_like(x)
@@ -141,14 +141,27 @@ class LowRank(Codec):
         kernels = self.compiled(x.device) if x.shape[1] * x.shape[2] <= SMALL else None
         return kernels if kernels is not None and kernels.has_factors else None
 
+    def encode_fused(
+        self, source: Source, a: Tensor, other: Tensor | None, state: CodecState, *, payload: Tensor
+    ) -> Tensor | None:
+        kernels = self._compiled_factors(a)
+        if kernels is None or self.rest is not None:
+            return None
+        is_bad = torch.zeros(a.shape[0], dtype=torch.uint8)
+        sizes = a if source == Source.RESIDUAL else None
+        self._encode_small(kernels, source, a, other, state, payload=payload, is_bad=is_bad, sizes=sizes)
+        return is_bad
+
     def _encode_small(
-        self, x: Tensor, sizes: Tensor, state: CodecState, payload: Tensor, is_bad: Tensor, kernels: CompiledCodecs
-    ) -> Tensor:
-        """What `_encode_large` does, in one call."""
-        start, is_bad = self._start(state, len(x)), is_bad.to(torch.uint8)
-        mix = rotation(start.shape[1], x.device)
-        found = kernels.encode_factors(x, state.tensors, payload, is_bad, sizes=sizes, start=start, mix=mix)
-        return found.bool()
+        self, kernels: CompiledCodecs, source: Source, a: Tensor, other: Tensor | None, state: CodecState, *,
+        payload: Tensor, is_bad: Tensor, sizes: Tensor | None,
+    ) -> None:  # fmt: skip
+        """Encode factors in one call, and update `state` and `other` except where is_bad is or becomes 1."""
+        start, mix = self._start(state, a.shape[0]), rotation(state.tensors["q"].shape[1], a.device)
+        end = self.sizes.factors_bytes(a.shape[1], a.shape[2])
+        kernels.encode_factors(
+            source, a, other, state.tensors, payload[:, :end], sizes=sizes, start=start, mix=mix, is_bad=is_bad
+        )
 
     def _encode_large(self, x: Tensor, sizes: Tensor, state: CodecState, payload: Tensor, is_bad: Tensor) -> Tensor:
         """Encode factors, and update `state` except where x is bad or overflows."""

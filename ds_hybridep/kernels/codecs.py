@@ -80,24 +80,22 @@ class CompiledCodecs:
             call(self._extension.blockwise_decode, *_place(payload), *_size(out), bits, block, is_add, lane, out)
 
     def encode_factors(
-        self, x: Tensor, state: Mapping[str, Tensor], payload: Tensor, is_bad: Tensor, *, sizes: Tensor, start: Tensor,
-        mix: Tensor,
-    ) -> Tensor:  # fmt: skip
-        """Write integer factors of finite x [n, rows, cols] to payload.  Only if `has_factors`.
+        self, source: Source, a: Tensor, other: Tensor | None, state: Mapping[str, Tensor], payload: Tensor, *,
+        sizes: Tensor | None, start: Tensor, mix: Tensor, is_bad: Tensor,
+    ) -> None:  # fmt: skip
+        """Write integer factors to payload, and update `other` and `state`.  Only if `has_factors`.
 
-        state: of `LowRank`; updated but where is_bad [n] uint8 is 1.  The other arguments are explained in
-            csrc/include/hybridep_factors.h.
-
-        Returns [n] uint8: 1 for an overflow.
+        a, other: [n, rows, cols].
+        state: that of `LowRank`.
+        sizes: like a, from which rows and columns get their weights; None: what is encoded.
+        start: [n, rank, cols], the q to start from.
+        mix: [rank, rank], orthogonal.
+        is_bad: [n] uint8, 1 where nothing is to be updated; becomes 1 for inf, nan or an overflow.
         """
-        device = self._device_of(x=x, payload=payload)
-        overflows = _bytes(x.shape[0], device)
         kept = (state["q"], state.get("row_rms"), state.get("col_rms"))
-        with self._lane(device) as lane:
-            sizes_of = (*x.shape, mix.shape[0], lane)
-            place = _place(payload)
-            call(self._extension.encode_factors, x, sizes, start, mix, *sizes_of, is_bad, *kept, *place, overflows)
-        return overflows
+        with self._lane(self._device_of(a=a, other=other, payload=payload)) as lane:
+            settings = (sizes, start, mix, *a.shape, mix.shape[0], lane)
+            call(self._extension.encode_factors, source, a, other, *settings, *kept, *_place(payload), is_bad)
 
     def decode_factors(self, payload: Tensor, out: Tensor, *, rank: int, is_add: bool) -> None:
         """Assign or add the values of integer factors to out [n, rows, cols].  Only if `has_factors`."""

@@ -228,5 +228,5 @@ def test_kernels_stay_inside_their_scratch(compiled_codecs, monkeypatch):
     num_bytes, _ = compiled_codecs.patch_encode(new, held.clone(), payload, mantissa_bits=7)
     compiled_codecs.patch_decode(payload[:num_bytes], held, mantissa_bits=7)
     assert torch.equal(held, new)
-    assert len(taken) > 20
+    assert len(taken) > 15
     assert all((memory[-GUARD_BYTES:] == 0xA5).all() for memory in taken)
