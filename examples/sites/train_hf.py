@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 import transformers
 from deepspeed.accelerator import get_accelerator
+from transformers.trainer_utils import get_last_checkpoint
 
 import ds_hybridep
 
@@ -25,6 +26,9 @@ def main() -> None:
     parser.add_argument("--local_rank", type=int, default=-1, help="set by the launcher")
     parser.add_argument("--deepspeed", required=True, help="ds_config.json, with sites")
     parser.add_argument("--steps", type=int, default=100, help="train until this step; the same on all sites")
+    parser.add_argument(
+        "--save-steps", type=int, default=0, help="steps between checkpoints, from which it goes on; 0: none"
+    )
     args = parser.parse_args()
     has_accelerator = get_accelerator().device_name() != "cpu"
     if not has_accelerator:
@@ -37,7 +41,9 @@ def main() -> None:
         per_device_train_batch_size=4,
         learning_rate=1e-3,
         logging_steps=10,
-        save_strategy="no",
+        save_strategy="steps" if args.save_steps else "no",
+        save_steps=args.save_steps or 500,
+        save_total_limit=2,
         report_to=[],
         use_cpu=not has_accelerator,
         accelerator_config={"use_configured_state": not has_accelerator},
@@ -60,7 +66,8 @@ def main() -> None:
         data_collator=transformers.default_data_collator,
         callbacks=[BeginAtTheCommonStep()],
     )
-    trainer.train()
+    has_folder = args.save_steps and Path(arguments.output_dir).is_dir()
+    trainer.train(resume_from_checkpoint=get_last_checkpoint(arguments.output_dir) if has_folder else None)
     trainer.deepspeed.destroy()
     torch.distributed.destroy_process_group()
 

@@ -12,7 +12,15 @@ from typing import get_args
 
 import pytest
 
-from ds_hybridep.config import AdvancedConfig, HybridEPConfig, LevelConfig, LinkConfig, TLSConfig, parse_config
+from ds_hybridep.config import (
+    AdvancedConfig,
+    HybridEPConfig,
+    LevelConfig,
+    LinkConfig,
+    SitesConfig,
+    TLSConfig,
+    parse_config,
+)
 from ds_hybridep.config_codecs import BlockwiseConfig, CodecConfig, LowRankConfig, PatchConfig, Settings
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -58,7 +66,7 @@ def test_every_block_in_ds_configs_parses_and_is_in_the_table(path):
     assert f"`{path.name}`" in (REPOSITORY / "ds_configs" / "README.md").read_text()
 
 
-@pytest.mark.parametrize("kind", [HybridEPConfig, LevelConfig, LinkConfig, TLSConfig, AdvancedConfig])
+@pytest.mark.parametrize("kind", [HybridEPConfig, LevelConfig, LinkConfig, TLSConfig, SitesConfig, AdvancedConfig])
 def test_every_field_of_the_config_is_in_its_table(kind):
     text = (REPOSITORY / "docs" / "config.md").read_text()
     documented = dict(re.findall(r"^\| `(\w+)` \| [^|]+ \| ([^|]+) \|", section_of(text, kind.__name__), re.MULTILINE))
