@@ -37,10 +37,10 @@ def is_for_you(answer: Answer) -> bool:
     """True if this program trains the model, and clearly faster than what people have now."""
     now = answer.now
     is_faster = not now.is_possible or now.step_s >= LEAST_GAIN * answer.chosen.step_s
-    return is_faster and not answer.lacking_bytes and not _lacks_autoep(answer) and not _only_waits(answer)
+    return is_faster and not answer.lacking_bytes and not _lacks_autoep(answer) and not only_waits(answer)
 
 
-def _only_waits(answer: Answer) -> bool:
+def only_waits(answer: Answer) -> bool:
     """True if GPUs wait nearly all the time, however much longer they wait in what people have."""
     chosen = chosen_row(answer)
     return chosen.wait_s > MOST_WAIT * chosen.step_s
@@ -65,7 +65,7 @@ def verdict(answer: Answer) -> list[str]:
             "The table says what this program would bring to layers of deepspeed.moe.layer of the same sizes. If you "
             "write these yourself, give --model a file with layers, hidden, ffn, experts and top_k.",
         ]
-    if _only_waits(answer):
+    if only_waits(answer):
         share = 1 - chosen.wait_s / chosen.step_s
         first = f"Not for you, because GPUs would compute {share:.0%} of the time: {_beside_now(answer)}"
         return [first, _how(answer), *_notes(answer)]
