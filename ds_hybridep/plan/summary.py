@@ -37,10 +37,10 @@ def is_for_you(answer: Answer) -> bool:
     """True if this program trains the model, and clearly faster than what people have now."""
     now = answer.now
     is_faster = not now.is_possible or now.step_s >= LEAST_GAIN * answer.chosen.step_s
-    return is_faster and not answer.lacking_bytes and not _lacks_autoep(answer) and not _only_waits(answer)
+    return is_faster and not answer.lacking_bytes and not _lacks_autoep(answer) and not only_waits(answer)
 
 
-def _only_waits(answer: Answer) -> bool:
+def only_waits(answer: Answer) -> bool:
     """True if GPUs wait nearly all the time, however much longer they wait in what people have."""
     chosen = chosen_row(answer)
     return chosen.wait_s > MOST_WAIT * chosen.step_s
@@ -65,7 +65,7 @@ def verdict(answer: Answer) -> list[str]:
             "The table says what this program would bring to layers of deepspeed.moe.layer of the same sizes. If you "
             "write these yourself, give --model a file with layers, hidden, ffn, experts and top_k.",
         ]
-    if _only_waits(answer):
+    if only_waits(answer):
         share = 1 - chosen.wait_s / chosen.step_s
         first = f"Not for you, because GPUs would compute {share:.0%} of the time: {_beside_now(answer)}"
         return [first, _how(answer), *_notes(answer)]
@@ -131,10 +131,10 @@ def _how(answer: Answer, begin: str = "How: ") -> str:
     if not isinstance(chosen, Candidate):
         return f"{begin}one job in each {outer}, which exchange gradients at every step ({chosen.name})."
     if chosen.plan.domain_size == 1:
-        hot = ", but hot experts have copies" if chosen.plan.num_hot else ""
+        hot = ", but hot experts have replicas" if chosen.plan.num_hot else ""
         what = f"experts stay where they are (domain sizes {list(chosen.plan.domain_sizes)}){hot}"
     else:
-        what = f"experts have copies where that is cheaper (domain sizes {list(chosen.plan.domain_sizes)})"
+        what = f"experts have replicas where that is cheaper (domain sizes {list(chosen.plan.domain_sizes)})"
     return f"{begin}one job over all GPUs; {what}{_encoded_over(answer)}."
 
 
@@ -205,7 +205,7 @@ def _advice_on_groups(answer: Answer) -> list[str]:
         lines.append(f"Give the MoE layers ep_size={group.ep_size}; groups are neighbouring ranks.")
     if outermost.size > 1 and plan.spans[0] == 1:
         lines.append(
-            f"Each group is inside one {outermost.name}: no token and no expert's copy crosses the slow link, only "
+            f"Each group is inside one {outermost.name}: no token and no replica crosses the slow link, only "
             f"gradients and weights that both sides hold; domain_size there must be 1."
         )
     return lines
@@ -254,7 +254,7 @@ def legend(answer: Answer, mark: str = "->") -> list[str]:
     lines = [
         f"{mark} is the best of this program. tokens/s: of all GPUs. GB/step: over the link of one {levels[0]}, each "
         f"way. waits for: the longest wait, and all waits as a share of the step.",
-        f"[..]: domain sizes, ranks with copies of each other's experts; a|b: codecs; both by level "
+        f"[..]: domain sizes, ranks with replicas of each other's experts; a|b: codecs; both by level "
         f"({', '.join(levels)}). ep: ranks that share the experts.",
     ]
     used = [meaning for word, meaning in words.items() if any(word in row.name for row in rows)]
@@ -320,7 +320,7 @@ def describe_memory(answer: Answer) -> str:
     memory = answer.chosen_memory
     parts = {
         "DeepSpeed's state": memory.dense_bytes + memory.owned_expert_bytes,
-        "copies and what codecs keep": memory.copies_bytes,
+        "replicas and what codecs keep": memory.copies_bytes,
         "activations": memory.activation_bytes,
         "allowance": memory.workspace_bytes,
         "on the host": memory.host_bytes,

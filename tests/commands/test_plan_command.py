@@ -183,7 +183,7 @@ def test_few_experts_on_many_ranks_are_explained(capsys):
     assert '"use_data_before_expert_parallelism": true' in out
     fitting = ("--tokens", "8192", "--accumulation", "4", "--checkpointing", "--memory", "80")
     _, out, _ = run(capsys, *arguments, *fitting)
-    assert "Each group is inside one dc: no token and no expert's copy crosses the slow link" in out
+    assert "Each group is inside one dc: no token and no replica crosses the slow link" in out
     assert "domain_size there must be 1" in out
 
 
