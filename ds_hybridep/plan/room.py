@@ -93,7 +93,7 @@ def _applied(question: Question, lacks: Lacks, saves: Iterable[Save]) -> Change:
         if change is not None:
             changed = change.question
             words.append(change.words)
-    return Change(words=" and ".join(words), question=changed)
+    return Change(words=" ".join(words), question=changed)
 
 
 def _checkpointing(question: Question, lacks: Lacks) -> Change | None:
@@ -110,7 +110,7 @@ def _smaller_micro_batches(question: Question, lacks: Lacks) -> Change | None:
     while workload.tokens_per_rank // (2 * parts) >= max(workload.sequence_tokens, 1):
         parts *= 2
         tokens, micro_steps = workload.tokens_per_rank // parts, workload.micro_steps * parts
-        words = f"--tokens {tokens} --accumulation {micro_steps} (the same step in smaller micro-batches)"
+        words = f"--tokens {tokens} --accumulation {micro_steps}"
         found = _with(question, words, replace(workload, tokens_per_rank=tokens, micro_steps=micro_steps))
         if not lacks(found.question):
             break
@@ -153,7 +153,12 @@ def _adapters(question: Question) -> list[Change]:
         zero_stage=min(workload.zero_stage, 1),  # adapters of experts refuse 2
     )
     stage = " --zero-stage 1" if workload.zero_stage == 2 else ""
-    return [_with(question, f"--lora all{stage} (only adapters are trained)", changed)]
+    words = f"--lora all{stage} (only adapters are trained)"
+    return [
+        replace(
+            _with(question, words, changed), question=replace(question, workload=changed, adapters=("all", LORA_RANK))
+        )
+    ]
 
 
 def _larger_gpus(question: Question) -> list[Change]:
@@ -162,7 +167,7 @@ def _larger_gpus(question: Question) -> list[Change]:
     larger = sorted((gpu for gpu in GPUS.values() if gpu.memory_bytes > limit), key=lambda gpu: gpu.memory_bytes)
     return [
         Change(
-            words=f"--gpu {gpu.name} ({gpu.memory_bytes / 1e9:.0f} GB)",
+            words=f"GPUs of {gpu.memory_bytes / 1e9:.0f} GB, such as {gpu.name} (--memory {gpu.memory_bytes / 1e9:.0f})",
             question=replace(question, memory_bytes=gpu.memory_bytes),
         )
         for gpu in larger
