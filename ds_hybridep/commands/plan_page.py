@@ -15,7 +15,6 @@ from ds_hybridep.plan.summary import (
     describe_memory,
     describe_question,
     legend,
-    remarks_of,
     table_of,
 )
 from ds_hybridep.plan.table import Row, rows_of
@@ -58,7 +57,7 @@ def body_of(answer: Answer, steps: int, price_per_gb: float | None) -> str:
         charts(_charts(answer)),
         "<h2>All ways</h2>",
         _table(answer),
-        *(f'<p class="faint">{escape(line)}</p>' for line in (*remarks_of(answer), *legend(answer, "Bold"))),
+        *(f'<p class="faint">{escape(line)}</p>' for line in legend(answer, "Bold")),
         *map(_paragraph, (describe_memory(answer), *describe_hot(answer))),
     ]
     if is_for_you(answer):

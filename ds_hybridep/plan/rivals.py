@@ -20,7 +20,6 @@ LEAST_DROPPED = 0.005  # a smaller share of rows is not worth a note
 LOCAL_STEPS = 100  # H of local SGD where the link carries sites with H = 1
 SITES_EVERY = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000)  # `sites.every`
 HOST_STATE = "what codecs keep is in host memory"
-LOCAL = "another training: losses may differ"
 CARRIED = 0.1  # a link carries sites if their exchange takes at most this share of a step
 
 # The same training but for rounding; gradients lose something in codecs; another training.
@@ -224,8 +223,6 @@ def sites_at(question: Question, every: int) -> Alternative:
     one, lacking = price(inside)
     if lacking and (on_host := price(replace(inside, state="host")))[1] < lacking:
         (one, lacking), state = on_host, "host"
-    remarks = [HOST_STATE] if state == "host" else []
-    remarks += [LOCAL] if every > 1 else []
     return Alternative(
         name=f"sites, H = {every}{' (DiLoCo-like)' if every > 1 else ''}",
         step_s=one.step_s,
@@ -234,7 +231,7 @@ def sites_at(question: Question, every: int) -> Alternative:
         sites=one,
         crossing_bytes=one.uplink_bytes,
         note=f"{lacking_note(lacking) + '; ' if lacking else ''}{_why(one, cluster, inside, codecs)}",
-        remark="; ".join(remarks),
+        remark=HOST_STATE if state == "host" else "",
         training="local steps" if every > 1 else "lossy" if codecs.is_lossy else "exact",
         waits=whole.waits({"exchange of sites": one.exchange_s}),
         state=state,
@@ -277,7 +274,7 @@ def _pipeline(question: Question) -> list[Alternative]:
         memory_bytes=best.memory.total_bytes,
         crossing_bytes=best.border_bytes,
         note=f"{batches} micro-batches, bubble {best.bubble_s:.3g} s",
-        remark=f"1F1B, as Megatron-LM has it: {batches} micro-batches ({stages} stages x {workload.micro_steps}), "
+        remark=f"1F1B, as Megatron-LM has it: {batches} micro-batches, {stages} stages x {workload.micro_steps}, "
         f"{number(best.bubble_s)} s idle at both ends and for the link",
         waits=_waits_of_pipeline(whole, best),
     )
@@ -306,7 +303,7 @@ def _local_sgd(question: Question, every: int) -> Alternative:
         memory_bytes=memory.total_bytes,
         crossing_bytes=averaged.level_bytes(0) / every,
         note="not the same training: loss may differ",
-        remark=f"{LOCAL}; averages are not encoded",
+        remark="averages are not encoded",
         training="local steps",
         waits=whole.waits({"averages": average_s}),
     )

@@ -154,24 +154,19 @@ def _adapters(question: Question) -> list[Change]:
     )
     stage = " --zero-stage 1" if workload.zero_stage == 2 else ""
     words = f"--lora all{stage} (only adapters are trained)"
-    return [
-        replace(
-            _with(question, words, changed), question=replace(question, workload=changed, adapters=("all", LORA_RANK))
-        )
-    ]
+    return [Change(words=words, question=replace(question, workload=changed, adapters=("all", LORA_RANK)))]
 
 
 def _larger_gpus(question: Question) -> list[Change]:
     """By memory; only that is changed."""
     limit = question.memory_bytes or 0.0
     larger = sorted((gpu for gpu in GPUS.values() if gpu.memory_bytes > limit), key=lambda gpu: gpu.memory_bytes)
-    return [
-        Change(
-            words=f"GPUs of {gpu.memory_bytes / 1e9:.0f} GB, such as {gpu.name} (--memory {gpu.memory_bytes / 1e9:.0f})",
-            question=replace(question, memory_bytes=gpu.memory_bytes),
-        )
-        for gpu in larger
-    ]
+    changes = list[Change]()
+    for gpu in larger:
+        size = f"{gpu.memory_bytes / 1e9:.0f}"
+        words = f"GPUs of {size} GB, such as {gpu.name} (--memory {size})"
+        changes.append(Change(words=words, question=replace(question, memory_bytes=gpu.memory_bytes)))
+    return changes
 
 
 def _more_gpus(question: Question) -> list[Change]:

@@ -22,7 +22,7 @@ def describe(answer: Answer, steps: int, price_per_gb: float | None = None) -> s
         "\n".join(map(wrapped, verdict(answer))),
         "\n".join(map(wrapped, describe_question(answer.question))),
         aligned(table_of(answer), left=(0, 1, 5, 7, 8)),
-        "\n".join(map(wrapped, [*remarks_of(answer), *legend(answer)])),
+        "\n".join(map(wrapped, legend(answer))),
         "\n".join(map(wrapped, [describe_memory(answer), *describe_hot(answer)])),
         "\n".join(map(wrapped, describe_bills(answer, steps, price_per_gb))),
     ]
@@ -71,25 +71,23 @@ def _letters(answer: Answer) -> dict[str, str]:
     return {remark: chr(ord("a") + at) for at, remark in enumerate(remarks)}
 
 
-def remarks_of(answer: Answer) -> list[str]:
-    """What the letters in the table's last column stand for."""
-    return [f"({letter}) {remark}." for remark, letter in _letters(answer).items()]
-
-
 def legend(answer: Answer, mark: str = "->") -> list[str]:
-    """Sentences about the table's words; mark: of the chosen row."""
+    """Sentences about the table's letters and words; mark: of the chosen row."""
     levels = [level.name for level in answer.question.cluster.levels]
     rows = rows_of(answer)
-    lines = [
+    remarks = " ".join(f"({letter}) {remark}." for remark, letter in _letters(answer).items())
+    ours = (
         f"{mark} is what this program would run: its fastest way that fits and shares gradients in every step. ours: "
         f"this program as one job; [{','.join(levels)}]: domain sizes, ranks with copies of each other's experts; ep: "
         f"ranks that share the experts."
-    ]
+    )
     if any("strided" in row.name for row in rows):
-        lines[0] += f" strided: at equal distances over every {levels[0]}."
+        ours += f" strided: at equal distances over every {levels[0]}."
+    lines = [*([remarks] if remarks else []), ours]
     if any(row.kind == "sites" for row in rows):
         lines.append(
-            f"sites: this program as a job in each {levels[0]}. H: steps from one exchange to the next; DiLoCo had 500."
+            f"sites: this program as a job in each {levels[0]}. H: steps from one exchange to the next; DiLoCo had "
+            f"500. local steps: another training, losses may differ."
         )
     lines.append(
         f"GB out: of a step, out of one {levels[0]}; as many come in. waits: share of the step without arithmetic. "
@@ -107,7 +105,7 @@ def legend(answer: Answer, mark: str = "->") -> list[str]:
 def describe_bills(answer: Answer, steps: int, price_per_gb: float | None) -> list[str]:
     """Hours and GB of some steps, for the chosen way and for what people have now."""
     question, now = answer.question, row_of_way(answer, answer.now)
-    outer, lines = question.cluster.levels[0], []
+    outer, lines = question.cluster.levels[0], list[str]()
     for row in (chosen_row(answer), now):
         if row.lacking_bytes or (row.kind == "now" and not answer.now.is_possible):
             continue
@@ -116,12 +114,13 @@ def describe_bills(answer: Answer, steps: int, price_per_gb: float | None) -> li
             lines.append(f"{steps:,} steps, {count(bill.tokens)} tokens, on {question.cluster.num_ranks} GPUs:")
         text = f"- {row.name}: {hours(bill.hours)}, {number(bill.gpu_hours)} GPU-hours"
         if bill.each_gb and bill.link_gb:
-            text += f"; {number(bill.each_gb)} GB out of each {outer.name}, {number(bill.link_gb)} GB out of all"
+            text += f"; GB out of each {outer.name} {number(bill.each_gb)}, of all {number(bill.link_gb)}"
         if bill.price:
-            text += f", {bill.price:,.2f} for them at {price_per_gb:g} a GB"
+            text += f", price {bill.price:,.2f}"
         lines.append(text)
     if lines and outer.size > 1:
-        lines.append("GB of training steps alone, without packet headers, first copies, checkpoints and data.")
+        price = "" if price_per_gb is None else f", {price_per_gb:g} each"
+        lines.append(f"GB: of steps alone, without packet headers, first copies, checkpoints and data{price}.")
     return lines
 
 

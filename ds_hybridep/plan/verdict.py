@@ -11,7 +11,7 @@ from ds_hybridep.plan.planner import answer_of
 from ds_hybridep.plan.question import Question
 from ds_hybridep.plan.rivals import Alternative, lacking_note, sites_at
 from ds_hybridep.plan.room import Change, changes_on_as_many_gpus, changes_that_fit
-from ds_hybridep.plan.table import Row, chosen_row, tokens_of_step
+from ds_hybridep.plan.table import Row, chosen_row
 from ds_hybridep.plan.words import GIGA, number, seconds
 
 MOST_WAIT = 0.95  # share of a step; who waits longer should not train like this
@@ -59,7 +59,7 @@ def verdict(answer: Answer) -> list[str]:
         advice = _advice_on_groups(answer) if isinstance(answer.chosen, Candidate) else []
         return [f"For you: {_beside_now(answer)}{_exactly(answer)}", _how(answer), *_notes(answer), *advice]
     if _only_waits(answer):
-        return [_waits_too_long(answer), _how(answer), *_notes(answer)]
+        return [_waits_too_long(answer), _how(answer, "What fits here is "), *_notes(answer)]
     now, chosen = answer.now, chosen_row(answer)
     is_as_fast = now.step_s <= chosen.step_s * (1 + TIE)
     because = "what you can have without this program is as fast" if is_as_fast else "it gains little"
@@ -102,7 +102,8 @@ def _exactly(answer: Answer) -> str:
     ratio = now.step_s / step_s
     gain = f"it is {number(ratio)} times as fast" if ratio >= LEAST_GAIN else "it gains nothing worth the change"
     with_what = "" if now.name == answer.now.name else f" with {now.name}"
-    return f" With exact gradients (--codecs exact) {gain}: {number(step_s)} s instead of {number(now.step_s)}{with_what}."
+    both = f"{seconds(step_s)} instead of {number(now.step_s)}{with_what}"
+    return f" With exact gradients (--codecs exact) {gain}: {both}."
 
 
 def _waits_too_long(answer: Answer) -> str:
@@ -191,8 +192,8 @@ def _notes(answer: Answer) -> list[str]:
     chosen, lines = chosen_row(answer), []
     if chosen.training == "lossy":
         lines.append(
-            "Lossy: gradients that cross the slow link are approximated, and what is lost is sent later. Held-out loss "
-            "of small models rose by 0.04% and 0.09% (docs/benchmarks.md#loss); large models are untested."
+            "Lossy: gradients that cross the slow link are approximated, and what is lost is sent later. Held-out "
+            "loss of small models rose by 0.04% and 0.09% (docs/benchmarks.md#loss); large models are untested."
         )
     if chosen.wait_s > chosen.step_s / 2:
         lines.append(
@@ -231,9 +232,8 @@ def _turn(answer: Answer) -> list[str]:
     if is_for_you(with_more(MORE_TOKENS[-1])) == is_ours:
         return []
     found = next(one for one in map(with_more, MORE_TOKENS) if is_for_you(one) != is_ours)
-    where = (
-        f"--accumulation {found.question.workload.micro_steps} ({tokens_of_step(found.question):,} tokens in a step)"
-    )
+    micro_steps, tokens = found.question.workload.micro_steps, count(tokens_of_step(found.question))
+    where = f"--accumulation {micro_steps} ({tokens} tokens in a step)"
     if not found.now.is_possible:
         return [f"With {where} it is for you: {seconds(found.chosen.step_s)}."]
     both = f"{seconds(found.chosen.step_s)} instead of {number(found.now.step_s)} with {found.now.name}"
