@@ -104,7 +104,7 @@ def cell(answer: Answer) -> str:
     """Seconds, ratio, memory and name of the best plan, and what beats it."""
     best = answer.best
     faster = [
-        f"{way.name.split(',')[0].removesuffix(' across each dc')} {best.step_s / way.step_s:.2f}"
+        f"{way.name.split(',')[0].replace('pipeline across dcs', 'pipeline stages')} {best.step_s / way.step_s:.2f}"
         for way in answer.alternatives
         if not way.lacking_bytes and not way.is_provided and way.step_s < best.step_s * 0.99
     ]

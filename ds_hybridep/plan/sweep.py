@@ -13,7 +13,7 @@ from ds_hybridep.geometry.cluster import BITS_PER_BYTE, known_or_assumed_bandwid
 from ds_hybridep.plan.planner import answer_of
 from ds_hybridep.plan.question import Question
 from ds_hybridep.plan.table import chosen_row, tokens_per_s
-from ds_hybridep.plan.verdict import is_for_you
+from ds_hybridep.plan.verdict import MOST_WAIT, why_not_for_you
 from ds_hybridep.plan.words import GIGA, aligned, number, wrapped
 
 GRID_GBPS = (0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100, 200, 400, 800)
@@ -24,11 +24,13 @@ BISECTIONS = 4  # of each border: within 1/16 of a step of the grid, on a logari
 class Point:
     """The answer at one bandwidth: this program's way, and what people have now.
 
-    layout: of this program's way.  fits, now_fits: whether each can train this at all.
+    why_not: a word, if it is not for you.  layout: of this program's way.
+    fits, now_fits: whether each can train this at all.
     """
 
     gbps: float
     for_you: bool
+    why_not: str
     name: str
     layout: str
     training: str
@@ -42,7 +44,7 @@ class Point:
 
     def is_like(self, other: "Point") -> bool:
         """True if no border is between the two."""
-        return (self.for_you, self.layout, self.now_name) == (other.for_you, other.layout, other.now_name)
+        return (self.why_not, self.layout, self.now_name) == (other.why_not, other.layout, other.now_name)
 
 
 def asked_gbps(question: Question) -> float:
@@ -74,10 +76,11 @@ def _borders(question: Question, low: Point, high: Point, depth: int) -> list[Po
 def _at(question: Question, gbps: float) -> Point:
     cluster = question.cluster.with_link(0, bandwidth_bytes_per_s=gbps * GIGA / BITS_PER_BYTE)
     answer = answer_of(replace(question, cluster=cluster))
-    row, now = chosen_row(answer), answer.now
+    row, now, why_not = chosen_row(answer), answer.now, why_not_for_you(answer)
     return Point(
         gbps=gbps,
-        for_you=is_for_you(answer),
+        for_you=not why_not,
+        why_not=why_not,
         name=row.name,
         layout=row.layout,
         training=row.training,
@@ -109,7 +112,7 @@ def describe_sweep(question: Question, points: Sequence[Point]) -> str:
         (
             "->" if one.gbps == asked else "",
             _rate(one.gbps),
-            "yes" if one.for_you else "no",
+            "yes" if one.for_you else f"no, {one.why_not}",
             one.name,
             one.training,
             number(one.step_s) if one.fits else "-",
@@ -122,7 +125,8 @@ def describe_sweep(question: Question, points: Sequence[Point]) -> str:
     notes = [
         "Each line holds up to the rate of the next; its seconds and its gain are those at its own rate. -> is the "
         "rate asked for, where plan answers the same. -: does not fit.",
-        f"Answered at {len(GRID_GBPS)} rates and between those that differ.",
+        f"no, gain: what you can have without this program is about as fast. no, waits: GPUs compute less than "
+        f"{1 - MOST_WAIT:.0%} of the time.",
     ]
     return "\n".join([aligned([header, *rows], left=(0, 1, 2, 3, 4, 6)), "", *map(wrapped, notes)])
 

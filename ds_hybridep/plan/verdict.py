@@ -4,6 +4,7 @@
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
+from typing import Literal
 
 from ds_hybridep.plan.answer import TIE, Answer, Candidate
 from ds_hybridep.plan.plan import EXACT
@@ -11,8 +12,8 @@ from ds_hybridep.plan.planner import answer_of
 from ds_hybridep.plan.question import Question
 from ds_hybridep.plan.rivals import Alternative, lacking_note, sites_at
 from ds_hybridep.plan.room import Change, changes_on_as_many_gpus, changes_that_fit
-from ds_hybridep.plan.table import Row, chosen_row
-from ds_hybridep.plan.words import GIGA, number, seconds
+from ds_hybridep.plan.table import Row, chosen_row, tokens_of_step
+from ds_hybridep.plan.words import GIGA, count, number, seconds
 
 MOST_WAIT = 0.95  # share of a step; who waits longer should not train like this
 MOST_LACKING = 0.75  # of a GPU's memory: the next larger GPU has it
@@ -23,9 +24,19 @@ MORE_TOKENS = 2, 4, 8  # times as many micro-steps, which the answer is tried wi
 
 def is_for_you(answer: Answer) -> bool:
     """True if this program trains the model, and clearly faster than what people have now."""
+    return not why_not_for_you(answer)
+
+
+def why_not_for_you(answer: Answer) -> Literal["", "AutoEP", "memory", "waits", "gain"]:
+    """What is missing in one word; empty: it is for you."""
     now = answer.now
-    is_faster = not now.is_possible or now.step_s >= LEAST_GAIN * answer.chosen.step_s
-    return is_faster and not answer.lacking_bytes and not _lacks_autoep(answer) and not _only_waits(answer)
+    if _lacks_autoep(answer):
+        return "AutoEP"
+    if answer.lacking_bytes:
+        return "memory"
+    if now.is_possible and now.step_s < LEAST_GAIN * answer.chosen.step_s:
+        return "gain"
+    return "waits" if _only_waits(answer) else ""
 
 
 def _only_waits(answer: Answer) -> bool:
@@ -47,23 +58,24 @@ def _asked(question: Question) -> Answer:
 
 def verdict(answer: Answer) -> list[str]:
     """Sentences: whether it is for you, and why; then how, and what to know."""
-    if _lacks_autoep(answer):
+    reason = why_not_for_you(answer)
+    if reason == "AutoEP":
         return [
             "Not for you, because DeepSpeed's AutoEP has no preset for models of this kind.",
             "The table says what this program would bring to layers of deepspeed.moe.layer of the same sizes. If you "
             "write these yourself, give --model a file with layers, hidden, ffn, experts and top_k.",
         ]
-    if answer.lacking_bytes:
+    if reason == "memory":
         return _does_not_fit(answer)
-    if is_for_you(answer):
+    if not reason:
         advice = _advice_on_groups(answer) if isinstance(answer.chosen, Candidate) else []
         return [f"For you: {_beside_now(answer)}{_exactly(answer)}", _how(answer), *_notes(answer), *advice]
-    if _only_waits(answer):
+    if reason == "waits":
         return [_waits_too_long(answer), _how(answer, "What fits here is "), *_notes(answer)]
     now, chosen = answer.now, chosen_row(answer)
     is_as_fast = now.step_s <= chosen.step_s * (1 + TIE)
     because = "what you can have without this program is as fast" if is_as_fast else "it gains little"
-    ours = f"{number(chosen.step_s)} s with this program{_lossy(chosen)}"
+    ours = f"{number(chosen.step_s)} s with this program{' (lossy)' * (chosen.training == 'lossy')}"
     return [
         f"Not for you, because {because}: {seconds(now.step_s)} with {now.name}, {ours}. Take {now.name}.",
         _how(answer, "The best of this program is "),
@@ -147,7 +159,8 @@ def _does_not_fit(answer: Answer) -> list[str]:
 
 def _with_seconds(change: Change) -> str:
     found = _asked(change.question)
-    return f"{change.words}: {seconds(found.chosen.step_s)}, {'for you' if is_for_you(found) else 'not for you'}"
+    about = f"about {float(f'{found.chosen.step_s:.2g}'):g} s a step"  # codecs are still those of the question
+    return f"{change.words}: {about}, {'for you' if is_for_you(found) else 'not for you'}"
 
 
 def _listed(words: Sequence[str]) -> str:
