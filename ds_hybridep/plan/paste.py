@@ -20,7 +20,8 @@ ATTENTION = "q_proj", "k_proj", "v_proj", "o_proj"
 LATENT = "q_proj", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"
 LINEAR = "in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj"
 ATTENTION_BY_PRESET = {"deepseek_v2": LATENT, "deepseek_v3": LATENT, "qwen3_5_moe": (*ATTENTION, *LINEAR)}
-FFN = "gate_proj", "up_proj", "down_proj"  # of shared experts and dense layers
+# Of shared experts and dense layers.  In other families, peft 0.21 takes these names for routed experts.
+FFN_BY_PRESET = {"qwen3_5_moe": ("gate_proj", "up_proj", "down_proj")}
 IN_SCRIPT = "In train.py, before deepspeed.initialize or the Trainer"
 EXPERTS = "mlp.experts.gate_up_proj", "mlp.experts.down_proj"
 SITE_NAMES = "abcdefghijklmnopqrstuvwxyz"
@@ -120,32 +121,27 @@ def adapters_of(question: Question) -> dict[str, Any] | None:
     """Arguments of `peft.LoraConfig` for the adapters that were asked for; None: everything is trained."""
     if question.adapters is None:
         return None
-    (where, rank), model = question.adapters, question.workload.model
-    modules: tuple[str, ...] = ()
-    if where != "experts":
-        modules += ATTENTION_BY_PRESET.get(model.autoep_preset or "", ATTENTION)
-    if where == "all" and model.other_matrices:
-        modules += FFN
+    (where, rank), preset = question.adapters, question.workload.model.autoep_preset or ""
+    modules = () if where == "experts" else ATTENTION_BY_PRESET.get(preset, ATTENTION)
+    modules += FFN_BY_PRESET.get(preset, ()) if where == "all" else ()
     parameters = {} if where == "attention" else {"target_parameters": list(EXPERTS)}
     return {"r": rank, "target_modules": list(modules), **parameters}
 
 
 def script_of(answer: Answer) -> list[str]:
     """Lines that the script needs for adapters, which no ds_config adds."""
-    settings, model = adapters_of(answer.question), answer.question.workload.model
-    if settings is None:
+    question = answer.question
+    settings, model = adapters_of(question), question.workload.model
+    if settings is None or question.adapters is None:
         return []
     if not model.is_of_hub:
         return [f"# give your own layers the adapters, of rank {settings['r']}, and freeze all else"]
     arguments = [f"    {key}={json.dumps(value)}," for key, value in settings.items()]
-    return [
-        "import peft",
-        "",
-        "adapters = peft.LoraConfig(",
-        *arguments,
-        ")",
-        "model = peft.get_peft_model(model, adapters)",
-    ]
+    notes = []
+    if question.adapters[0] == "all" and model.other_matrices and model.autoep_preset not in FFN_BY_PRESET:
+        notes = ["# without shared experts and dense layers, whose names peft takes for those of routed experts"]
+    made = ["adapters = peft.LoraConfig(", *arguments, ")", "model = peft.get_peft_model(model, adapters)"]
+    return ["import peft", "", *notes, *made]
 
 
 def launch_of(answer: Answer) -> list[str]:

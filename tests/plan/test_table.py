@@ -138,7 +138,7 @@ def test_the_sweep_finds_where_each_layout_begins_to_win():
     assert [point.gbps for point in points] == sorted(point.gbps for point in points)
     assert points[0].gbps == 0.001
     assert points[-1].gbps == 1000
-    assert len({point.layout for point in points}) > 1
+    assert len({(point.layout, point.why_not) for point in points}) > 1
     assert points[-1].step_s <= points[0].step_s * (1 + TIE)
     lines = describe_sweep(question, points).splitlines()
     assert lines[1].split()[:2] == ["1.00", "Mbit/s"]
