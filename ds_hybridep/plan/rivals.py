@@ -17,10 +17,9 @@ from ds_hybridep.plan.words import number
 from ds_hybridep.plan.workload import Workload
 
 LEAST_DROPPED = 0.005  # a smaller share of rows is not worth a note
-LOCAL_STEPS = 100  # H of local SGD where the link carries sites with H = 1
 SITES_EVERY = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000)  # `sites.every`
 HOST_STATE = "what codecs keep is in host memory"
-CARRIED = 0.1  # a link carries sites if their exchange takes at most this share of a step
+CARRIED = 0.1  # a link carries sites, or averages, if their exchange takes at most this share of a step
 
 # The same training but for rounding; gradients lose something in codecs; another training.
 Training = Literal["exact", "lossy", "local steps"]
@@ -89,9 +88,7 @@ def alternatives(question: Question) -> list[Alternative]:
         result.append(_provided(question, f"{name}, exact", exact))
     if cluster.sizes[0] == 1:
         return result
-    as_sites = _as_sites(question)
-    every = next((way.sites.every for way in as_sites if way.sites and way.sites.every > 1), LOCAL_STEPS)
-    return [*result, *as_sites, *_pipeline(question), _local_sgd(question, every)]
+    return [*result, *_as_sites(question), *_pipeline(question), _local_sgd(question)]
 
 
 # ---- what people have now ----
@@ -288,14 +285,17 @@ def _waits_of_pipeline(whole: StepPrediction, pipeline: Pipeline) -> tuple[str, 
     return longest, pipeline.step_s - (whole.step_s - inside_s)
 
 
-def _local_sgd(question: Question, every: int) -> Alternative:
-    """Each child of level 0 trains by itself, and parameters are averaged every so many steps."""
+def _local_sgd(question: Question) -> Alternative:
+    """Each child of level 0 trains by itself, and parameters are averaged every H steps, the least that is carried."""
     cluster, workload = question.cluster, question.workload
     alone, plan = _one_child(question)
     whole = predict(alone, plan, workload, question.rates)
     inside = largest_group(cluster, workload.model.num_experts, cluster.num_ranks // cluster.sizes[0])
     averaged = question.predict(without_domains(inside.spans(cluster), question.dense_sync))
-    average_s = (averaged.terms_s["dense_sync_s"] + averaged.terms_s["expert_sync_s"]) / every
+    whole_s = averaged.terms_s["dense_sync_s"] + averaged.terms_s["expert_sync_s"]
+    carried = (one for one in SITES_EVERY[1:] if whole_s / one <= CARRIED * (whole.step_s + whole_s / one))
+    every = next(carried, SITES_EVERY[-1])
+    average_s = whole_s / every
     memory = memory_of(alone, plan, workload)
     way = Alternative(
         name=f"local SGD, H = {every}",

@@ -206,7 +206,7 @@ def test_bytes_of_qwen(answer):
     # A border between two stages: activations there, gradients back on the other way.
     border = 8 * TOKENS * Qwen.hidden * BF16 * 2 * MICRO_STEPS
     assert row_of(found, "pipeline")["link_bytes"] == close(border)
-    assert row_of(found, "local SGD")["link_bytes"] == close(every / 20)
+    assert row_of(found, "local SGD")["link_bytes"] == close(every / 200)
 
 
 def test_bytes_of_adapters_of_attention(answer):

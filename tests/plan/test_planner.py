@@ -224,7 +224,7 @@ def test_data_parallel_over_the_slow_level_is_a_plan_with_codecs():
     assert [codecs.label for codecs in best.plan.codecs] == ["recommended", "exact"]
     sent = best.prediction.uplink_bytes[0]
     assert sent["tokens"] == sent["expert_weights"] == sent["expert_gradients"] == 0
-    exact = next(way for way in answer.alternatives if way.name.endswith("across, exact"))
+    exact = next(way for way in answer.alternatives if way.name.endswith("in each dc, exact"))
     unencoded = exact.prediction.uplink_bytes[0]
     # Patches and low rank: 16 bits become 16 / 47 and 16 / 25.
     assert unencoded["expert_sync"] / sent["expert_sync"] == pytest.approx(2 / (1 / 47 + 1 / 25), rel=0.02)
