@@ -18,7 +18,7 @@ from ds_hybridep.errors import PlanError
 from ds_hybridep.plan.answer import Answer
 from ds_hybridep.plan.planner import make_plan
 
-MODELS = ("Qwen3-30B-A3B", "Mixtral-8x7B", "gpt-oss-120b")
+MODELS = ("Qwen3-30B-A3B", "Mixtral-8x7B", "Qwen3-235B-A22B")
 TRAININGS = {"full": (), "LoRA, rank 16": ("--lora", "all", "--lora-rank", "16")}
 GBPS = (1, 10, 100)
 GPUS = (8, 16, 32, 64)  # of each datacentre; the fewest that something fits
@@ -32,18 +32,19 @@ COMMON = (
 PAGE = """\
 # Is it for you?
 
-What `ds_hybridep plan` predicts for GPUs with 80 GB and NVLink: 8192 tokens per GPU and micro-step, 4 micro-steps,
-checkpointed activations, sequences of 4096, bf16, a learning rate of 1e-5, 396 TFLOPS per GPU. **Nothing here was
-measured on GPUs.**
+What `ds_hybridep plan` predicts for GPUs of 80 GB, with 3200 Gbit/s between those of a datacentre: 8192 tokens per GPU
+and micro-step, 4 micro-steps, checkpointed activations, sequences of 4096, bf16, a learning rate of 1e-5, 396 TFLOPS
+per GPU. **Nothing here was measured on GPUs.** For your model, rate and tokens [ask `plan`](planning.md).
 
 ## Two datacentres
 
-10 ms apart, one way. Each has the fewest GPUs, of 8, 16, 32 ..., that any plan fits.
+10 ms apart, one way. Each datacentre has the smallest number of GPUs (8, 16, 32 or 64) into which at least one plan
+fits. A cell says, for uplinks of this rate:
 
-A cell says, for uplinks of this rate:
-
-- seconds per step; how many times as fast (x) as the fastest that you have now and that fits: ZeRO-3 or FSDP over all
-  GPUs or inside each datacentre, ZeRO++, DeepSpeed's expert parallelism inside each or over both; GB per GPU;
+- seconds per step, and GB per GPU;
+- **how many times as fast as what exists today** (x): first over the fastest that fits into memory, then in brackets over
+  ZeRO-3 or FSDP over all GPUs, if it fits. Compared are ZeRO-3 or FSDP over all GPUs and inside each datacentre, ZeRO++,
+  and DeepSpeed's expert parallelism inside each datacentre and over both;
 - the plan: domain sizes, codecs, size of the expert-parallel group ([how to read it](planning.md#what-comes-out));
 - in brackets what is faster still, and how many times: pipeline stages across datacentres, or local SGD, which is not
   the same training. Neither is provided here.
@@ -52,15 +53,22 @@ A cell says, for uplinks of this rate:
 
 ## Inside one building
 
-Two machines of eight GPUs, 0.05 ms apart. How many times as fast as the fastest that you have now, with codecs and
-exact, for a network of 25 Gbit/s or 200 Gbit/s per machine. ZeRO++, which is lossy, counts beside codecs only:
+Two machines of eight GPUs, 0.05 ms apart. How many times as fast as the fastest that exists today, with codecs and
+exact, for a network of 25 Gbit/s or 200 Gbit/s per machine. Columns with codecs are also compared with ZeRO++. Exact
+columns are not, because ZeRO++ is lossy:
 
 {building}
 
-So 25 Gbit/s for eight GPUs is a slow link too, and full fine-tuning gains much. Where the table says less than 1.1,
-use what you have. On CPUs with an unlimited link ours was up to 8% slower for a [small model](../README.md), and up
-to 38% for [very small layers](benchmarks.md#what-the-runtime-itself-costs). Predictions assume even routing; where
-some experts get most of the rows, [hot experts](hot-experts.md) may help: see `plan --skew`.
+So 25 Gbit/s for eight GPUs is a slow link too, and full fine-tuning gains much. Where a table says less than 1.1, use
+what you have. "LoRA" here means adapters of attention and experts; those of attention alone [gain
+nothing](huggingface.md#adapters-lora) over ZeRO-3 or FSDP inside each datacentre.
+
+More tokens in a step (accumulation) make the gain over ZeRO-3 over all GPUs larger, and the gain over the others smaller
+([why](costs.md#traffic)). On CPUs with an unlimited link ours was somewhat slower for a [small
+model](../README.md#measured), and up to 38% for [very small layers](benchmarks.md#what-the-runtime-itself-costs).
+
+Predictions assume that all experts get equally many tokens. Where they do not, [hot experts](hot-experts.md) may help: see
+`plan --skew`.
 
 Made by `python -m benchmarks is-it-for-you`.
 """
@@ -81,6 +89,12 @@ def over_now(answer: Answer) -> str:
     """How many times as fast as the fastest that people have now and that fits."""
     theirs = [way.step_s for way in answer.alternatives if way.is_now and way.is_possible]
     return f"{min(theirs) / answer.best.step_s:.3g}" if theirs else "does not fit"
+
+
+def over_zero_3(answer: Answer) -> str:
+    """The same over ZeRO-3 or FSDP over all GPUs; empty if it does not fit."""
+    theirs = [way for way in answer.alternatives if way.name.startswith("FSDP or ZeRO-3, all") and way.is_possible]
+    return f" ({theirs[0].step_s / answer.best.step_s:.3g} x)" if theirs else ""
 
 
 def smallest(model: str, training: str) -> tuple[int, int]:
@@ -108,7 +122,8 @@ def cell(answer: Answer) -> str:
         for way in answer.alternatives
         if not way.lacking_bytes and not way.is_provided and way.step_s < best.step_s * 0.99
     ]
-    figures = f"{best.step_s:.3g} s, {over_now(answer)} x, {best.memory.total_bytes / 1e9:.0f} GB"
+    ratios = f"{over_now(answer)} x{over_zero_3(answer)}"
+    figures = f"{best.step_s:.3g} s, {best.memory.total_bytes / 1e9:.0f} GB<br>**{ratios}**"
     lines = [figures, best.label.replace("|", "/"), *([f"({', '.join(faster)})"] if faster else [])]
     return "<br>".join(lines)
 

@@ -7,9 +7,12 @@ parallelism and about what travels between datacentres.
     deepspeed --num_gpus 4 examples/finetune_hf.py --model FOLDER --text FILE --deepspeed ds_configs/hf_2x2.json
     deepspeed --num_gpus 4 examples/finetune_hf.py --tiny --deepspeed ds_configs/hf_2x2.json
 
-FOLDER holds a model and its tokenizer as save_pretrained writes them; the script downloads nothing.  `--tiny` builds a
-small random Qwen3-MoE over bytes instead.  It first trains that model on the sources of Python's own standard library,
-to have something to fine-tune.  Without an accelerator, put `DS_ACCELERATOR=cpu OMP_NUM_THREADS=1` in front.
+FOLDER holds a model and its tokenizer as save_pretrained writes them; the script downloads nothing.  FILE is a text,
+cut into windows of --seq-len tokens.  `--tiny` builds a small random Qwen3-MoE over bytes instead, and its text is
+this project's documentation.  It first trains that model on the sources of Python's own standard library, to have
+something to fine-tune.  Without an accelerator, put `DS_ACCELERATOR=cpu OMP_NUM_THREADS=1` in front.
+
+Learning rate, windows and gradient checkpointing have other defaults for a real model than for the tiny one.
 
 `--save-to FOLDER` writes what was trained, for `from_pretrained` of transformers or peft.
 """
@@ -39,6 +42,9 @@ from transformers import (
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 VALID_EVERY = 10  # one window in ten is kept for validation
+# Learning rates and tokens of a window, where the command line has none.
+TINY_RATE, TINY_SEQ_LEN = 1e-3, 128
+FULL_RATE, ADAPTER_RATE, SEQ_LEN = 1e-5, 1e-4, 2048
 
 
 def parse_args() -> argparse.Namespace:
@@ -48,20 +54,32 @@ def parse_args() -> argparse.Namespace:
     source.add_argument("--model", type=Path, help="folder of a causal Mixture-of-Experts model and its tokenizer")
     source.add_argument("--tiny", action="store_true", help="a small random Qwen3-MoE, trained a little first")
     parser.add_argument("--tiny-steps", type=int, default=60, help="steps of that first training")
-    parser.add_argument("--text", type=Path, help="what to fine-tune on; by default this project's documentation")
+    parser.add_argument("--text", type=Path, help="file to fine-tune on; required with --model")
     parser.add_argument("--deepspeed", required=True, help="ds_config.json")
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--batch", type=int, default=4, help="windows of a rank in one micro-step")
     parser.add_argument("--accumulation", type=int, help="micro-steps; by default what the ds_config says, or 1")
-    parser.add_argument("--seq-len", type=int, default=128, help="tokens of a window")
-    parser.add_argument("--learning-rate", type=float, default=1e-3)
+    parser.add_argument("--seq-len", type=int, help=f"tokens of a window; default {SEQ_LEN}, tiny {TINY_SEQ_LEN}")
+    parser.add_argument(
+        "--learning-rate",
+        type=float,
+        help=f"default {FULL_RATE:g}, for adapters {ADAPTER_RATE:g}, tiny {TINY_RATE:g}",
+    )
+    parser.add_argument("--no-checkpointing", action="store_true", help="keep all activations of a real model")
     parser.add_argument("--lora-rank", type=int, default=0, help="train adapters of attention only; needs peft")
     parser.add_argument("--lora-experts", action="store_true", help="adapters of the experts too")
     parser.add_argument("--save-to", type=Path, help="folder for the model, or its adapters, that were trained")
     parser.add_argument("--save-every", type=int, help="steps between checkpoints in runs/finetune_hf")
     parser.add_argument("--json-file", type=Path, help="where rank 0 writes the final record")
     parser.add_argument("--seed", type=int, default=0)
-    return parser.parse_args()
+    args = parser.parse_args()
+    if not args.tiny and args.text is None:
+        parser.error("--model needs --text FILE")
+    if args.seq_len is None:
+        args.seq_len = TINY_SEQ_LEN if args.tiny else SEQ_LEN
+    if args.learning_rate is None:
+        args.learning_rate = TINY_RATE if args.tiny else ADAPTER_RATE if args.lora_rank else FULL_RATE
+    return args
 
 
 # ---------------------------------------------------------------------------------------------------------------- text
@@ -178,6 +196,7 @@ def main() -> None:
         per_device_eval_batch_size=args.batch,
         gradient_accumulation_steps=1 if accumulation == "auto" else accumulation,
         learning_rate=args.learning_rate,
+        gradient_checkpointing=not (args.tiny or args.no_checkpointing),
         lr_scheduler_type="constant",
         logging_steps=10,
         save_strategy="steps" if args.save_every else "no",

@@ -78,7 +78,7 @@ def legend(answer: Answer, mark: str = "->") -> list[str]:
     remarks = " ".join(f"({letter}) {remark}." for remark, letter in _letters(answer).items())
     ours = (
         f"{mark} is what this program would run: its fastest way that fits and shares gradients in every step. ours: "
-        f"this program as one job; [{','.join(levels)}]: domain sizes, ranks with copies of each other's experts; ep: "
+        f"this program as one job; [{','.join(levels)}]: domain sizes, ranks with replicas of each other's experts; ep: "
         f"ranks that share the experts."
     )
     if any("strided" in row.name for row in rows):
@@ -142,7 +142,7 @@ def describe_memory(answer: Answer) -> str:
     memory = answer.chosen_memory
     parts = {
         "DeepSpeed's state": memory.dense_bytes + memory.owned_expert_bytes,
-        "copies and what codecs keep": memory.copies_bytes,
+        "replicas and what codecs keep": memory.copies_bytes,
         "activations": memory.activation_bytes,
         "allowance": memory.workspace_bytes,
         "on the host": memory.host_bytes,

@@ -182,10 +182,10 @@ def _how(answer: Answer, begin: str = "How: ") -> str:
     if not isinstance(chosen, Candidate):
         return f"{begin}one job in each {outer}, which exchange gradients at every step ({chosen.name})."
     if chosen.plan.domain_size == 1:
-        hot = ", but hot experts have copies" if chosen.plan.num_hot else ""
+        hot = ", but hot experts have replicas" if chosen.plan.num_hot else ""
         what = f"experts stay where they are (domain sizes {list(chosen.plan.domain_sizes)}){hot}"
     else:
-        what = f"experts have copies where that is cheaper (domain sizes {list(chosen.plan.domain_sizes)})"
+        what = f"experts have replicas where that is cheaper (domain sizes {list(chosen.plan.domain_sizes)})"
     return f"{begin}one job over all GPUs; {what}{_encoded_over(answer)}."
 
 
@@ -301,6 +301,6 @@ def _advice_on_groups(answer: Answer) -> list[str]:
     if outermost.size > 1 and plan.spans[0] == 1:
         lines.append(
             f"The {group.ep_size} GPUs that share the experts are inside one {outermost.name}: no token and no "
-            f"expert's copy crosses the slow link, only gradients and weights that both sides hold."
+            f"replica crosses the slow link, only gradients and weights that both sides hold."
         )
     return lines

@@ -199,7 +199,7 @@ def test_few_experts_on_many_ranks_are_explained(capsys):
     assert '"use_data_before_expert_parallelism": true' in out
     fitting = ("--tokens", "8192", "--accumulation", "4", "--checkpointing", "--memory", "80")
     _, out, _ = run(capsys, *arguments, *fitting)
-    said = "The 8 GPUs that share the experts are inside one dc: no token and no expert's copy crosses the slow link"
+    said = "The 8 GPUs that share the experts are inside one dc: no token and no replica crosses the slow link"
     assert said in flat(out)
 
 

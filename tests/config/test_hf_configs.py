@@ -17,7 +17,13 @@ from ds_hybridep.config import parse_config
 from ds_hybridep.geometry.partition import Partition
 
 FOLDER = Path(__file__).resolve().parents[2] / "ds_configs"
-MODELS = {"qwen3_30b_a3b_2x8.json": "Qwen3-30B-A3B", "mixtral_8x7b_2x8.json": "Mixtral-8x7B"}
+MODELS = {
+    "qwen3_30b_a3b_2x8.json": "Qwen3-30B-A3B",
+    "qwen3_30b_a3b_2x8_ep_inside.json": "Qwen3-30B-A3B",
+    "mixtral_8x7b_2x8.json": "Mixtral-8x7B",
+    "lora_2x8.json": "Qwen3-30B-A3B",
+}
+INSIDE = {"qwen3_30b_a3b_2x8_ep_inside.json", "mixtral_8x7b_2x8.json"}  # groups inside each datacentre
 
 
 def load(name: str) -> tuple[dict[str, Any], int]:
@@ -26,7 +32,7 @@ def load(name: str) -> tuple[dict[str, Any], int]:
     return config, math.prod(level["size"] for level in config["hybridep"]["levels"])
 
 
-@pytest.mark.parametrize("name", ["hf_2x2.json", "lora_2x8.json", *MODELS])
+@pytest.mark.parametrize("name", ["hf_2x2.json", *MODELS])
 def test_deepspeed_accepts_the_block_and_domains_fit_into_its_groups(name: str) -> None:
     config, world_size = load(name)
     autoep = parse_autoep_config(config["expert_parallel"])
@@ -38,7 +44,7 @@ def test_deepspeed_accepts_the_block_and_domains_fit_into_its_groups(name: str) 
     )
     for ranks in expert_groups:
         partition = Partition.build(block.cluster(), tuple(ranks), block.domain_sizes)
-        assert partition.spans[0] == (1 if name.startswith("mixtral") else 2)
+        assert partition.spans[0] == (1 if name in INSIDE else 2)
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -52,12 +58,16 @@ def test_experts_can_be_divided_by_the_ranks(name: str) -> None:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_they_are_what_the_planner_chooses(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    network = ["--dcs", "2x8", "--wan", "10gbps", "--delay", "10ms", "--lan", "3200gbps", "--memory", "80"]
-    training = ["--tokens", "8192", "--accumulation", "4", "--checkpointing", "--learning-rate", "1e-5"]
+    network = ["--dcs", "2x8", "--wan", "10gbps", "--delay", "10ms"]
+    training = ["--tokens", "8192", "--accumulation", "4", "--checkpointing"]
+    config, _ = load(name)
+    if name in INSIDE:
+        training += ["--ep-size", str(config["expert_parallel"]["autoep_size"])]
+    if name.startswith("lora"):
+        training += ["--lora", "all", "--lora-rank", "16"]
     assert main(["plan", "--json", "--model", MODELS[name], *network, *training]) == 0
     answer = json.loads(capsys.readouterr().out)
     chosen = answer["ds_config"]["hybridep"]
-    config, _ = load(name)
     assert config["hybridep"] == chosen
     assert config["expert_parallel"]["autoep_size"] == answer["plan"]["ep_size"]
     assert config["gradient_accumulation_steps"] == 4

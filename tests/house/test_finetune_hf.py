@@ -104,10 +104,10 @@ torch.distributed.destroy_process_group()
 
 @pytest.mark.parametrize("has_adapters", [False, True], ids=["whole model", "adapters"])
 def test_the_whole_example_that_the_page_shows(tmp_path: Path, has_adapters: bool) -> None:
-    """Training with evaluation and the best checkpoint, `generate` on all ranks, and the folder that is saved."""
+    """Training with evaluation, `generate` on all ranks, the folder that is saved, and what goes on after a failure."""
     config, script, command, _ = blocks_of("huggingface.md", "A whole example")
     (generate,) = blocks_of("huggingface.md", "Evaluation and `generate()` while training")
-    settings = json.loads(changed(config, {'"size": 8': '"size": 2', '"autoep_size": 16': '"autoep_size": 4'}))
+    settings = json.loads(changed(config, {'"size": 8': '"size": 2', '"autoep_size": 8': '"autoep_size": 2'}))
     script = changed(script, FOR_CPUS)
     generate = changed(generate, {"use_cache=True": "use_cache=True, output_router_logits=False"})  # as it says
     if has_adapters:
@@ -128,6 +128,13 @@ def test_the_whole_example_that_the_page_shows(tmp_path: Path, has_adapters: boo
     assert said.count("The block ") == 4, "all ranks have the same prompt"
     weights = "adapter_model.safetensors" if has_adapters else "model.safetensors"
     assert (tmp_path / "tuned" / weights).exists()
+    assert any((tmp_path / "tuned").glob("tokenizer*"))
+    (go_on,) = blocks_of("huggingface.md", "Go on after a failure")
+    longer = changed(script, {"max_steps=10": "max_steps=15", "trainer.train()": go_on})
+    (tmp_path / "train.py").write_text("\n".join([JOIN, longer, FACTS]))
+    (tmp_path / "runs" / "checkpoint-12").mkdir()  # as if its saving had been interrupted
+    losses = json.loads(re.findall(r"^losses (.+)$", launch(tmp_path, 4, "train.py"), re.MULTILINE)[0])
+    assert [one["step"] for one in losses if "loss" in one] == [5, 10, 15]
 
 
 @pytest.mark.parametrize(

@@ -92,7 +92,7 @@ def test_the_line_of_a_plan_says_where_a_token_codec_has_no_effect() -> None:
 def test_getting_started_shows_the_line_of_a_plan() -> None:
     page = (Path(__file__).resolve().parents[2] / "docs" / "getting-started.md").read_text(encoding="utf-8")
     (shown,) = re.findall(r"^\[Rank 0\] (hybridep: .*)$", page, re.MULTILINE)
-    levels = [{"name": "dc", "size": 2, "domain_size": 2}, {"name": "gpu", "size": 2}]
+    levels = [{"name": "dc", "size": 2}, {"name": "gpu", "size": 2}]
     config = parse_config({"levels": levels}, world_size=4)
     spec: Any = SimpleNamespace(sample=torch.ones(1))
     partition = Partition.build(config.cluster(), range(4), config.domain_sizes)

@@ -100,7 +100,7 @@ SECTIONS: tuple[tuple[str, tuple[Row, ...]], ...] = (
             Row("trainer_without_optimizer", 'a ds_config without `"optimizer"`', autoep=CLIENT_GROUPS),
             Row("trainer_with_auxiliary_loss", "`output_router_logits=True`"),
             Row("trainer_checkpointing", "gradient checkpointing, accumulation"),
-            Row("best_model_at_end", "evaluation, `load_best_model_at_end`"),
+            Row("best_model_at_end", "evaluation, `load_best_model_at_end`; one folder for all ranks"),
             Row("resume", "`resume_from_checkpoint`"),
             Row("two_trainers", "a second Trainer for the same model", autoep=NOT_FOUND),
             Row("trains_twice", "`train()` twice", *[TWICE] * 3),
@@ -180,7 +180,7 @@ _INTRO = """\
 
 Scripts as people write them, each run three times on four CPU ranks: without expert parallelism, with DeepSpeed's
 AutoEP alone, and with the `"hybridep"` block. The model is a tiny random Qwen3-MoE in fp32, under ZeRO 1. Versions:
-DeepSpeed 0.19.8, transformers 5.3.0, accelerate 1.15.0, peft 0.21.2, trl 1.16.0.
+DeepSpeed 0.19.8, transformers 5.3.0, accelerate 1.15.0, peft 0.21.2, trl 1.16.0. All ranks were on one machine.
 
 - "Same": losses and saved weights are those without expert parallelism, to 1e-5 (`torch_autocast`: 1e-2).
 - [The scripts](../tests/works_with/scripts.py) have the names in the first column.
