@@ -53,6 +53,8 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError("--html: a page has one answer, but --sweep has many; give one of the two")
     question = asking.read_question(args)
     if args.sweep is not None:
+        if question.cluster.sizes[0] == 1:
+            raise ConfigError("--sweep: there is one datacentre, so no bandwidth between datacentres; give --dcs 2x8")
         points = sweep_wan(question)
         print(json.dumps({"sweep": sweep_json(points)}, indent=2) if args.json else describe_sweep(question, points))
         return 0

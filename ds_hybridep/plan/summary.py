@@ -78,8 +78,8 @@ def legend(answer: Answer, mark: str = "->") -> list[str]:
     remarks = " ".join(f"({letter}) {remark}." for remark, letter in _letters(answer).items())
     ours = (
         f"{mark} is what this program would run: its fastest way that fits and shares gradients in every step. ours: "
-        f"this program as one job; [{','.join(levels)}]: domain sizes, ranks with replicas of each other's experts; ep: "
-        f"ranks that share the experts."
+        f"this program as one job; [{','.join(levels)}]: domain sizes, ranks with replicas of each other's "
+        f"experts; ep: ranks that share the experts."
     )
     if any("strided" in row.name for row in rows):
         ours += f" strided: at equal distances over every {levels[0]}."

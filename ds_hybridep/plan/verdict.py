@@ -211,7 +211,7 @@ def _notes(answer: Answer) -> list[str]:
     if chosen.wait_s > chosen.step_s / 2:
         lines.append(
             f"It waits {number(chosen.wait_s)} of {number(chosen.step_s)} s, for {chosen.waits_for} most: the link "
-            f"decides. {_what_helps(chosen)}; faster GPUs do not."
+            f"decides. {_what_helps(answer.question, chosen)}; faster GPUs do not."
         )
     lines += _turn(answer)
     more = None if _only_waits(answer) else _with_more_memory(answer)
@@ -227,11 +227,12 @@ def _notes(answer: Answer) -> list[str]:
     return [*lines, *_elsewhere(answer)]
 
 
-def _what_helps(chosen: Row) -> str:
+def _what_helps(question: Question, chosen: Row) -> str:
     """Token rows grow with the tokens of a step; all else is the same for more tokens."""
+    option = "--sweep wan" if question.cluster.sizes[0] > 1 else "--lan"
     if chosen.waits_for == "token rows":
-        return "More bandwidth (--sweep wan) helps"
-    return "More tokens for each step (--accumulation) or more bandwidth (--sweep wan) help"
+        return f"More bandwidth ({option}) helps"
+    return f"More tokens for each step (--accumulation) or more bandwidth ({option}) help"
 
 
 def _turn(answer: Answer) -> list[str]:

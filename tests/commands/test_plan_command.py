@@ -323,6 +323,7 @@ def test_sums_by_deepspeed_are_in_the_block_and_not_encoded(capsys):
             "'hf download ORG/NAME config.json --local-dir NAME'",
         ),
         (["--model", "Qwen3-30B-A3B", "--dcs", "8+16", "--wan", "1gbps"], "each has as many GPUs as the others"),
+        ([*QWEN[1:], "--dcs", "1x8", "--sweep", "wan"], "--sweep: there is one datacentre"),
         ([*QWEN[1:], "--zero-stage", "3"], "--zero-stage: got 3, wanted 0, 1 or 2; the table has ZeRO-3 in any case"),
         ([*QWEN[1:], "--dtype", "4bit"], "4-bit weights (QLoRA) are not priced"),
         (["--model", "Qwen3-30B-A3B", "--dcs", "2x8", "--wan", "1GB"], "--wan: got '1GB', wanted bits per second"),
