@@ -14,14 +14,15 @@ from pathlib import Path
 
 from benchmarks.common import REPOSITORY, table
 from ds_hybridep.commands import question
-from ds_hybridep.errors import PlanError
+from ds_hybridep.errors import ConfigError, PlanError
 from ds_hybridep.plan.answer import Answer
 from ds_hybridep.plan.planner import make_plan
+from ds_hybridep.plan.summary import is_for_you, only_waits
 
 MODELS = ("Qwen3-30B-A3B", "Mixtral-8x7B", "Qwen3-235B-A22B")
 TRAININGS = {"full": (), "LoRA, rank 16": ("--lora", "all", "--lora-rank", "16")}
 GBPS = (1, 10, 100)
-GPUS = (8, 16, 32, 64)  # of each datacentre; the fewest that something fits
+GPUS = (8, 16, 32, 64)  # of each datacentre; the fewest that something fits which computes part of the time
 ZERO_STAGES = (1, 2)
 BUILDING = (25, 200)  # Gbit/s of the uplink of each machine of eight GPUs
 COMMON = (
@@ -38,13 +39,13 @@ per GPU. **Nothing here was measured on GPUs.** For your model, rate and tokens 
 
 ## Two datacentres
 
-10 ms apart, one way. Each datacentre has the smallest number of GPUs (8, 16, 32 or 64) into which at least one plan
-fits. A cell says, for uplinks of this rate:
+10 ms apart, one way. Each datacentre has the smallest number of GPUs (8, 16, 32 or 64) into which a plan fits that
+does not wait nearly all of the time. A cell says, for uplinks of this rate:
 
 - seconds per step, and GB per GPU;
-- **how many times as fast as what exists today** (x): first over the fastest that fits into memory, then in brackets over
-  ZeRO-3 or FSDP over all GPUs, if it fits. Compared are ZeRO-3 or FSDP over all GPUs and inside each datacentre, ZeRO++,
-  and DeepSpeed's expert parallelism inside each datacentre and over both;
+- **how many times as fast as what exists today** (x): first over the fastest that fits into memory, then in brackets
+  over ZeRO-3 or FSDP over all GPUs, if it fits; "not for you" where `plan` says so. Compared are ZeRO-3 or FSDP over
+  all GPUs and inside each datacentre, ZeRO++, and DeepSpeed's expert parallelism inside each datacentre and over both;
 - the plan: domain sizes, codecs, size of the expert-parallel group ([how to read it](planning.md#what-comes-out));
 - in brackets what is faster still, and how many times: pipeline stages across datacentres, or local SGD, which is not
   the same training. Neither is provided here.
@@ -63,12 +64,13 @@ So 25 Gbit/s for eight GPUs is a slow link too, and full fine-tuning gains much.
 what you have. "LoRA" here means adapters of attention and experts; those of attention alone [gain
 nothing](huggingface.md#adapters-lora) over ZeRO-3 or FSDP inside each datacentre.
 
-More tokens in a step (accumulation) make the gain over ZeRO-3 over all GPUs larger, and the gain over the others smaller
-([why](costs.md#traffic)). On CPUs with an unlimited link ours was somewhat slower for a [small
-model](../README.md#measured), and up to 38% for [very small layers](benchmarks.md#what-the-runtime-itself-costs).
+More tokens in a step (accumulation) make the gain over ZeRO-3 over all GPUs larger, and the gain over the others
+smaller ([why](costs.md#traffic)). On CPUs with an unlimited link ours was somewhat slower for a [small
+model](../README.md#measured), and up to 38% for [very small
+layers](benchmarks.md#what-the-runtime-itself-costs).
 
-Predictions assume that all experts get equally many tokens. Where they do not, [hot experts](hot-experts.md) may help: see
-`plan --skew`.
+Predictions assume that all experts get equally many tokens. Where they do not, [hot experts](hot-experts.md) may
+help: see `plan --skew`.
 
 Made by `python -m benchmarks is-it-for-you`.
 """
@@ -88,21 +90,26 @@ def plan_of(
 def over_now(answer: Answer) -> str:
     """How many times as fast as the fastest that people have now and that fits."""
     theirs = [way.step_s for way in answer.alternatives if way.is_now and way.is_possible]
-    return f"{min(theirs) / answer.best.step_s:.3g}" if theirs else "does not fit"
+    return times(min(theirs) / answer.best.step_s) if theirs else "does not fit"
 
 
 def over_zero_3(answer: Answer) -> str:
     """The same over ZeRO-3 or FSDP over all GPUs; empty if it does not fit."""
     theirs = [way for way in answer.alternatives if way.name.startswith("FSDP or ZeRO-3, all") and way.is_possible]
-    return f" ({theirs[0].step_s / answer.best.step_s:.3g} x)" if theirs else ""
+    return f" ({times(theirs[0].step_s / answer.best.step_s)} x)" if theirs else ""
+
+
+def times(ratio: float) -> str:
+    """A ratio in three digits or all before the point."""
+    return f"{ratio:,.0f}" if ratio >= 1000 else f"{ratio:.3g}"
 
 
 def smallest(model: str, training: str) -> tuple[int, int]:
-    """The first number of GPUs and ZeRO stage that some plan fits."""
+    """The first number of GPUs and ZeRO stage that some plan fits which does not wait nearly all of the time."""
     for gpus, zero_stage in itertools.product(GPUS, ZERO_STAGES):
-        with contextlib.suppress(PlanError):
-            plan_of(model, training, gpus, zero_stage, GBPS[1])
-            return gpus, zero_stage
+        with contextlib.suppress(PlanError, ConfigError):  # adapters of experts do not work under ZeRO 2
+            if not only_waits(plan_of(model, training, gpus, zero_stage, GBPS[1])):
+                return gpus, zero_stage
     raise PlanError(f"{model}, {training}: nothing fits 2 x {GPUS[-1]} GPUs")
 
 
@@ -122,7 +129,7 @@ def cell(answer: Answer) -> str:
         for way in answer.alternatives
         if not way.lacking_bytes and not way.is_provided and way.step_s < best.step_s * 0.99
     ]
-    ratios = f"{over_now(answer)} x{over_zero_3(answer)}"
+    ratios = f"{over_now(answer)} x{over_zero_3(answer)}{'' if is_for_you(answer) else ', not for you'}"
     figures = f"{best.step_s:.3g} s, {best.memory.total_bytes / 1e9:.0f} GB<br>**{ratios}**"
     lines = [figures, best.label.replace("|", "/"), *([f"({', '.join(faster)})"] if faster else [])]
     return "<br>".join(lines)

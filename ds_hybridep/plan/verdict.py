@@ -36,10 +36,10 @@ def why_not_for_you(answer: Answer) -> Literal["", "AutoEP", "memory", "waits", 
         return "memory"
     if now.is_possible and now.step_s < LEAST_GAIN * answer.chosen.step_s:
         return "gain"
-    return "waits" if _only_waits(answer) else ""
+    return "waits" if only_waits(answer) else ""
 
 
-def _only_waits(answer: Answer) -> bool:
+def only_waits(answer: Answer) -> bool:
     """True if GPUs wait nearly all the time, however much longer they wait in what people have."""
     chosen = chosen_row(answer)
     return chosen.wait_s > MOST_WAIT * chosen.step_s
@@ -214,7 +214,7 @@ def _notes(answer: Answer) -> list[str]:
             f"decides. {_what_helps(answer.question, chosen)}; faster GPUs do not."
         )
     lines += _turn(answer)
-    more = None if _only_waits(answer) else _with_more_memory(answer)
+    more = None if only_waits(answer) else _with_more_memory(answer)
     if more is not None:
         found = chosen_row(_asked(more.question))
         lines.append(f"Faster with {more.words}: {found.name}, {seconds(found.step_s)}.")

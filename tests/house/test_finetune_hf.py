@@ -104,7 +104,7 @@ torch.distributed.destroy_process_group()
 
 @pytest.mark.parametrize("has_adapters", [False, True], ids=["whole model", "adapters"])
 def test_the_whole_example_that_the_page_shows(tmp_path: Path, has_adapters: bool) -> None:
-    """Training with evaluation, `generate` on all ranks, the folder that is saved, and what goes on after a failure."""
+    """Training with evaluation, `generate` on all ranks, the folder that is saved, and a resume."""
     config, script, command, _ = blocks_of("huggingface.md", "A whole example")
     (generate,) = blocks_of("huggingface.md", "Evaluation and `generate()` while training")
     settings = json.loads(changed(config, {'"size": 8': '"size": 2', '"autoep_size": 8': '"autoep_size": 2'}))
