@@ -17,7 +17,7 @@ from ds_hybridep.commands import question
 from ds_hybridep.errors import ConfigError, PlanError
 from ds_hybridep.plan.answer import Answer
 from ds_hybridep.plan.planner import make_plan
-from ds_hybridep.plan.summary import is_for_you, only_waits
+from ds_hybridep.plan.verdict import is_for_you, only_waits
 
 MODELS = ("Qwen3-30B-A3B", "Mixtral-8x7B", "Qwen3-235B-A22B")
 TRAININGS = {"full": (), "LoRA, rank 16": ("--lora", "all", "--lora-rank", "16")}
