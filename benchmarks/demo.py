@@ -35,7 +35,7 @@ from ds_hybridep.commands.run_page import write_run_page
 from ds_hybridep.lab.launcher import RankProcesses
 from ds_hybridep.lab.network import EmulatedNetwork, why_not_permitted
 from ds_hybridep.lab.topology import LinkSpec, Topology, parse_rate
-from ds_hybridep.plan.summary import aligned
+from ds_hybridep.plan.words import aligned
 
 DATACENTRES = Topology(2, 2)
 WARM_UP_STEPS = 5  # not in the median step time of `train_lm.py`, nor in the bytes

@@ -17,7 +17,7 @@ from ds_hybridep.commands import question
 from ds_hybridep.errors import ConfigError, PlanError
 from ds_hybridep.plan.answer import Answer
 from ds_hybridep.plan.planner import make_plan
-from ds_hybridep.plan.summary import is_for_you, only_waits
+from ds_hybridep.plan.verdict import is_for_you, only_waits
 
 MODELS = ("Qwen3-30B-A3B", "Mixtral-8x7B", "Qwen3-235B-A22B")
 TRAININGS = {"full": (), "LoRA, rank 16": ("--lora", "all", "--lora-rank", "16")}
@@ -95,7 +95,7 @@ def over_now(answer: Answer) -> str:
 
 def over_zero_3(answer: Answer) -> str:
     """The same over ZeRO-3 or FSDP over all GPUs; empty if it does not fit."""
-    theirs = [way for way in answer.alternatives if way.name.startswith("ZeRO-3 or FSDP over all") and way.is_possible]
+    theirs = [way for way in answer.alternatives if way.name.startswith("FSDP or ZeRO-3, all") and way.is_possible]
     return f" ({times(theirs[0].step_s / answer.best.step_s)} x)" if theirs else ""
 
 
@@ -125,7 +125,7 @@ def cell(answer: Answer) -> str:
     """Seconds, ratio, memory and name of the best plan, and what beats it."""
     best = answer.best
     faster = [
-        f"{way.name.split(',')[0].removesuffix(' across each dc')} {best.step_s / way.step_s:.2f}"
+        f"{way.name.split(',')[0].replace('pipeline across dcs', 'pipeline stages')} {best.step_s / way.step_s:.2f}"
         for way in answer.alternatives
         if not way.lacking_bytes and not way.is_provided and way.step_s < best.step_s * 0.99
     ]

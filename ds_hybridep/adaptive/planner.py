@@ -29,8 +29,8 @@ from ds_hybridep.config import AUTO, HybridEPConfig
 from ds_hybridep.errors import UnsupportedError
 from ds_hybridep.experts.layer_spec import LayerSpec, check_experts
 from ds_hybridep.geometry.partition import Partition
+from ds_hybridep.plan.paste import level_settings
 from ds_hybridep.plan.plan import JobPlan, settings_of
-from ds_hybridep.plan.summary import level_settings
 from ds_hybridep.plan.workload import Workload
 from ds_hybridep.transport.agreement import agree, announcing_failure, together
 from ds_hybridep.transport.channels import Transport

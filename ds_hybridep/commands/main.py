@@ -6,8 +6,10 @@ The module of a subcommand has its name, HELP, `add_arguments` and `run`, which 
 
 import argparse
 import os
+import re
 import sys
 from collections.abc import Sequence
+from typing import NoReturn
 
 from ds_hybridep.commands import export, lab, meet, plan, probe, report, show, simulate
 from ds_hybridep.errors import HybridEPError
@@ -18,12 +20,23 @@ EXIT_INTERRUPTED = 130  # as shells have it for SIGINT and SIGPIPE
 EXIT_BROKEN_PIPE = 141
 
 
+class _Parser(argparse.ArgumentParser):
+    """Says what is wrong in one line, without the whole usage."""
+
+    def error(self, message: str) -> NoReturn:
+        option = re.match(r"argument (--[\w-]+)", message)
+        action = self._option_string_actions.get(option[1]) if option else None
+        if action is not None and action.choices and "choose from" not in message:
+            message += f" of {', '.join(map(str, action.choices))}"
+        self.exit(EXIT_MISUSED, f"{self.prog}: {message}; see {self.prog} --help\n")
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one subcommand.
 
     Returns its exit code: 2 with the error on stderr, 130 after Ctrl-C, 141 if nobody reads the output any more.
     """
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="ds_hybridep", description="Tools for training Mixture-of-Experts models with DeepSpeed over slow links."
     )
     parser.add_argument("--version", action="version", version=f"ds_hybridep {__version__}")

@@ -11,7 +11,7 @@ from typing import Any
 
 from ds_hybridep.errors import ConfigError, SiteError
 from ds_hybridep.link import TLS, read_secret
-from ds_hybridep.plan.summary import aligned
+from ds_hybridep.plan.words import aligned
 from ds_hybridep.sites.meeting import Meeting, Record
 from ds_hybridep.sites.meeting_server import Server, read_record, write_record
 from ds_hybridep.sites.member import ask_as_operator

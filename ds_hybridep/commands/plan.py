@@ -11,11 +11,13 @@ from ds_hybridep.commands.page import write_page
 from ds_hybridep.commands.plan_page import STYLE, body_of, title_of
 from ds_hybridep.errors import ConfigError
 from ds_hybridep.plan.answer import Answer
-from ds_hybridep.plan.paste import ds_config_of, launch_of, reminders_of
+from ds_hybridep.plan.paste import IN_SCRIPT, adapters_of, ds_config_of, launch_of, reminders_of, script_of
 from ds_hybridep.plan.planner import answer_of
-from ds_hybridep.plan.summary import describe, is_for_you, verdict
+from ds_hybridep.plan.summary import describe
 from ds_hybridep.plan.sweep import describe_sweep, sweep_json, sweep_wan
 from ds_hybridep.plan.table import bill_of, chosen_row, row_of_way, rows_of
+from ds_hybridep.plan.verdict import is_for_you, verdict
+from ds_hybridep.plan.words import wrapped
 
 HELP = "say whether this program is for you, what it brings, and what to write"
 DESCRIPTION = """\
@@ -37,7 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("answer").add_argument
     add("--steps", type=int, default=DEFAULT_STEPS, metavar="N", help="for hours and GB; default %(default)s")
     add("--price-per-gb", type=float, metavar="PRICE", help="of what leaves a datacentre, for money in its currency")
-    add("--sweep", choices=("wan",), help="instead: at which bandwidth between datacentres each layout begins to win")
+    add("--sweep", choices=("wan",), help="instead: what the answer is at each bandwidth between datacentres")
     add("--json", action="store_true", help="print JSON")
     add("--html", type=Path, metavar="FILE", help="write the answer as a page for a browser too")
 
@@ -51,6 +53,8 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError("--html: a page has one answer, but --sweep has many; give one of the two")
     question = asking.read_question(args)
     if args.sweep is not None:
+        if question.cluster.sizes[0] == 1:
+            raise ConfigError("--sweep: there is one datacentre, so no bandwidth between datacentres; give --dcs 2x8")
         points = sweep_wan(question)
         print(json.dumps({"sweep": sweep_json(points)}, indent=2) if args.json else describe_sweep(question, points))
         return 0
@@ -63,8 +67,10 @@ def run(args: argparse.Namespace) -> int:
     print(describe(answer, args.steps, args.price_per_gb))
     if is_for_you(answer):
         print("\nds_config.json:\n" + json.dumps(ds_config_of(answer), indent=2))
+        if script := script_of(answer):
+            print(f"\n{IN_SCRIPT}:\n" + "\n".join(f"  {line}".rstrip() for line in script))
         print("\nStart it:\n" + "\n".join(f"  {line}" for line in launch_of(answer)))
-        print("".join(f"{line}\n" for line in reminders_of(answer)), end="")
+        print("\n".join(map(wrapped, reminders_of(answer))))
     return 0
 
 
@@ -92,5 +98,6 @@ def answer_json(answer: Answer, steps: int = DEFAULT_STEPS, price_per_gb: float 
             for name, row in (("chosen", chosen), ("now", now))
         },
         "ds_config": None if answer.lacking_bytes else ds_config_of(answer),
+        "adapters": adapters_of(answer.question),
         "launch": None if answer.lacking_bytes else launch_of(answer),
     }

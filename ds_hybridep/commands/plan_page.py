@@ -8,20 +8,18 @@ from html import escape
 from ds_hybridep.commands import bars
 from ds_hybridep.commands.bars import Bar, chart, charts, table
 from ds_hybridep.plan.answer import Answer
-from ds_hybridep.plan.paste import ds_config_of, launch_of, reminders_of
+from ds_hybridep.plan.paste import IN_SCRIPT, ds_config_of, launch_of, reminders_of, script_of
 from ds_hybridep.plan.summary import (
-    GIGA,
     describe_bills,
     describe_hot,
     describe_memory,
     describe_question,
-    is_for_you,
     legend,
-    number,
     table_of,
-    verdict,
 )
 from ds_hybridep.plan.table import Row, rows_of
+from ds_hybridep.plan.verdict import is_for_you, verdict
+from ds_hybridep.plan.words import GIGA, number
 
 STYLE = (
     bars.STYLE
@@ -32,8 +30,8 @@ STYLE = (
 .keys svg { width: .8rem; height: .8rem; vertical-align: -.05rem }
 """
 )
-HEADINGS = "way to train", "", "", "", "", "", "", "note", ""  # where the table of the text has none
-TEXTS = 5, 6, 7  # columns
+HEADINGS = "way to train", "", "", "", "", "", "", "remarks", ""  # where the table of the text has none
+TEXTS = 4, 6, 7  # columns
 WORDS = {
     "now": "what you have now",
     "ours": "this program, one job",
@@ -66,16 +64,16 @@ def body_of(answer: Answer, steps: int, price_per_gb: float | None) -> str:
         sections += [
             "<h2>ds_config.json</h2>",
             _listing([json.dumps(ds_config_of(answer), indent=2)]),
+            *([f"<h2>{IN_SCRIPT}</h2>", _listing(script)] if (script := script_of(answer)) else []),
             "<h2>Start it</h2>",
             _listing(launch_of(answer)),
             *map(_paragraph, reminders_of(answer)),
         ]
-    if bills := describe_bills(answer, steps, price_per_gb).splitlines():
+    if bills := describe_bills(answer, steps, price_per_gb):
         sections += ["<h2>Hours, bytes and money</h2>", *map(_paragraph, bills)]
     sections += [
         "<h2>What was asked</h2>",
-        *map(_paragraph, describe_question(answer.question).splitlines()),
-        _paragraph("Predicted, not measured."),
+        *map(_paragraph, describe_question(answer.question)),
     ]
     return "\n".join(sections)
 

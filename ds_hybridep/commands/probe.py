@@ -11,7 +11,7 @@ from pathlib import Path
 
 from ds_hybridep.errors import ConfigError
 from ds_hybridep.geometry.cluster import Cluster, Level, LinkSpeed
-from ds_hybridep.plan.summary import level_settings
+from ds_hybridep.plan.paste import level_settings
 
 LIMIT_S = 10.0
 BBR = "bbr"

@@ -17,7 +17,7 @@ from ds_hybridep.geometry.slots import part_of
 from ds_hybridep.lab.topology import parse_duration, parse_number
 from ds_hybridep.plan.adapters import WHERE, with_adapters
 from ds_hybridep.plan.choices import skewed_loads
-from ds_hybridep.plan.codec_costs import DEFAULT_LEARNING_RATE, codec_cost, patch_cost
+from ds_hybridep.plan.codec_costs import DEFAULT_ADAPTER_RATE, DEFAULT_LEARNING_RATE, codec_cost, patch_cost
 from ds_hybridep.plan.costs import expert_parts
 from ds_hybridep.plan.machines import (
     DEFAULT_GPU,
@@ -34,7 +34,7 @@ from ds_hybridep.plan.models import model_name, read_model_file, ready_names
 from ds_hybridep.plan.plan import EXACT, RECOMMENDED, CodecCosts, ExpertGroup, LevelCodecs
 from ds_hybridep.plan.question import Question
 from ds_hybridep.plan.rates import CodecCost, Rates
-from ds_hybridep.plan.summary import GIGA
+from ds_hybridep.plan.words import GIGA
 from ds_hybridep.plan.workload import DTYPE_BYTES, MoEModel, Workload
 
 BITS_PER_UNIT = {
@@ -101,26 +101,33 @@ def _add_training_arguments(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     add(
         "--tokens", type=_positive, default=DEFAULT_TOKENS, metavar="N",
-        help="tokens per GPU and micro-step; default %(default)s",
+        help="tokens per GPU and micro-step: its batch x its sequences' length; default %(default)s",
     )  # fmt: skip
     add(
         "--seq", type=_positive, metavar="N",
         help=f"tokens of a sequence, for attention scores; default {DEFAULT_SEQUENCE}, or --tokens if that is less",
     )  # fmt: skip
-    add("--accumulation", type=_positive, default=1, metavar="N", help="gradient_accumulation_steps")
-    add("--zero-stage", type=int, choices=(0, 1, 2), default=1)
-    add("--offload-optimizer", action="store_true", help="zero_optimization.offload_optimizer: count its states there")
-    add("--dtype", choices=sorted(DTYPE_BYTES), help="type of parameters and activations; default bf16")
     add(
-        "--learning-rate", type=float, default=DEFAULT_LEARNING_RATE, metavar="LR",
-        help="learning rate of AdamW, which decides the size of patches; default %(default)g, as in fine-tuning",
+        "--accumulation",
+        type=_positive,
+        default=1,
+        metavar="N",
+        help="gradient_accumulation_steps; default %(default)s",
+    )
+    add("--zero-stage", type=int, default=1, metavar="0|1|2", help="beside expert parallelism; default %(default)s")
+    add("--offload-optimizer", action="store_true", help="zero_optimization.offload_optimizer: count its states there")
+    add("--dtype", metavar="|".join(sorted(DTYPE_BYTES)), help="of parameters and activations; default bf16")
+    add(
+        "--learning-rate", type=float, metavar="LR",
+        help=f"of AdamW, for the ds_config; the less weights change, the fewer bytes encode them; default "
+        f"{DEFAULT_LEARNING_RATE:g}, with --lora {DEFAULT_ADAPTER_RATE:g}",
     )  # fmt: skip
     add("--checkpointing", action="store_true", help="activation checkpointing")
     add("--fused-loss", action="store_true", help="the loss is computed in pieces, without all logits in memory")
     add(
         "--lora", choices=WHERE, default="none",
-        help="train adapters only: of attention, of routed experts, or of both, shared experts and dense layers; "
-        "default %(default)s, which trains everything",
+        help="train adapters only: of attention, of routed experts, or of both, shared experts and dense layers, of "
+        "routers never; default %(default)s, which trains everything",
     )  # fmt: skip
     add("--lora-rank", type=_positive, metavar="R", help=f"rank of the adapters; default {DEFAULT_LORA_RANK}")
     add(
@@ -158,6 +165,7 @@ def read_question(args: argparse.Namespace) -> Question:
         memory_bytes=memory * GIGA,
         host_memory_bytes=args.host_memory * GIGA,
         hot_bytes=None if args.hot_memory_gb is None else args.hot_memory_gb * GIGA,
+        adapters=None if args.lora == "none" else (args.lora, args.lora_rank or DEFAULT_LORA_RANK),
     )
     return with_skew(question, args.skew)
 
@@ -168,6 +176,8 @@ def _check_combinations(args: argparse.Namespace) -> None:
     wrong = {
         "--lora-rank: gives the rank of adapters, but --lora is none; add --lora attention, experts or all":
             args.lora_rank is not None and args.lora == "none",
+        f"--zero-stage: got {args.zero_stage}, wanted 0, 1 or 2; the table has ZeRO-3 in any case":
+            args.zero_stage not in (0, 1, 2),
         f"--zero-stage: got 2 with --lora {args.lora}, but adapters of experts need stage 0 or 1":
             args.zero_stage == 2 and args.lora in ("experts", "all"),
         f"--seq: got {sequence}, but a GPU has only {args.tokens} tokens in a micro-step; raise --tokens":
@@ -212,8 +222,11 @@ def read_cluster(args: argparse.Namespace) -> Cluster:
     if args.dcs is not None:
         match = re.fullmatch(r"\s*([1-9]\d{0,5})\s*[xX]\s*([1-9]\d{0,5})\s*", args.dcs)
         if match is None:
-            raise ConfigError(f"--dcs: got '{args.dcs}', wanted DATACENTRESxGPUS, for example 2x8")
-        if args.wan is None:
+            raise ConfigError(
+                f"--dcs: got '{args.dcs}', wanted DATACENTRESxGPUS, for example 2x8; each has as many GPUs as the "
+                f"others, so give the fewest"
+            )
+        if args.wan is None and int(match[1]) > 1:
             raise ConfigError("--wan: missing; --dcs needs the rate of a datacentre's uplink, such as 10gbps")
         num_gpus = int(match[2])
         link = LinkSpeed(default_link_bytes_per_s(gpu_of(args.gpu), num_gpus), None)
@@ -233,7 +246,9 @@ def parse_bits_per_s(text: str, argument: str) -> float:
     """Parses a rate such as "10gbps" or "200mbit" to bits/s.  Raises ConfigError for other text, also for bytes/s."""
     bits_per_s = parse_number(text, BITS_PER_UNIT)
     if not bits_per_s or "Bps" in text:
-        raise ConfigError(f"{argument}: got '{text}', wanted bits per second, as in 10gbps or 200mbit")
+        raise ConfigError(
+            f"{argument}: got '{text}', wanted bits per second, as in 10gbps or 200mbit; 1 GB/s is 8gbps"
+        )
     return bits_per_s
 
 
@@ -241,7 +256,10 @@ def read_workload(args: argparse.Namespace, content: Mapping[str, Any], model: M
     """One training step: from the arguments, else from the model file, else by default."""
     dtype = args.dtype or str(content.get("dtype", "bf16"))
     if dtype not in DTYPE_BYTES:
-        raise ConfigError(f"dtype: got '{dtype}', wanted one of {', '.join(DTYPE_BYTES)}")
+        raise ConfigError(
+            f"--dtype: got '{dtype}', wanted one of {', '.join(DTYPE_BYTES)}; 4-bit weights (QLoRA) are not priced"
+        )
+    usual_rate = DEFAULT_LEARNING_RATE if args.lora == "none" else DEFAULT_ADAPTER_RATE
     adapted, (of_expert, of_dense) = with_adapters(model, args.lora, args.lora_rank or DEFAULT_LORA_RANK)
     return Workload(
         model=adapted,
@@ -255,7 +273,7 @@ def read_workload(args: argparse.Namespace, content: Mapping[str, Any], model: M
         has_fused_loss=args.fused_loss,
         trainable_expert_shapes=of_expert,
         trainable_dense_shapes=of_dense,
-        learning_rate=args.learning_rate,
+        learning_rate=usual_rate if args.learning_rate is None else args.learning_rate,
     )
 
 

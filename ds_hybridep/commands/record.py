@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ds_hybridep.plan.stream_model import TERM_WORDS
-from ds_hybridep.plan.summary import aligned
+from ds_hybridep.plan.words import aligned
 
 BYTES_PER_MB = 1e6
 MISSING = "-"

@@ -30,7 +30,8 @@ PATCHED_BYTES = 2  # bytes of a weight that a patch changes
 # (learning rate of AdamW, bits of a 16-bit weight over bits of its patch).  The bits of a patch are the entropy of the
 # changes, measured on a small model (docs/planning.md).
 PATCH_RATIOS = ((1e-6, 202.0), (1e-5, 47.0), (3e-5, 32.0), (1e-4, 16.0), (3e-4, 9.0), (1e-3, 4.7))
-DEFAULT_LEARNING_RATE = 1e-5
+DEFAULT_LEARNING_RATE = 1e-5  # as in fine-tuning
+DEFAULT_ADAPTER_RATE = 1e-4  # of adapters
 
 # Memory traffic in bytes per element, fp32: encode reads a value, reads and writes a residual; decode adds to a sum.
 ENCODE_TRAFFIC = 3 * FP32_BYTES

@@ -79,7 +79,8 @@ def _from_hugging_face(content: Mapping[str, Any], name: str) -> MoEModel:
     keys, kind = Keys(content, name), str(content.get("model_type", ""))
     if not keys.has("experts"):
         raise PlanError(
-            f"model {name!r} has none of the keys {', '.join(NAMES['experts'])}; is it a Mixture-of-Experts model?"
+            f"model {name!r} has no experts (none of the keys {', '.join(NAMES['experts'])}), so it seems dense; this "
+            f"program is for Mixture-of-Experts models"
         )
     family = FAMILIES.get(kind) or _guessed(keys)
     hidden, layers, experts = keys.integer("hidden"), keys.integer("layers"), keys.integer("experts")

@@ -1,18 +1,43 @@
 # SPDX-License-Identifier: Apache-2.0
 """What to paste and to type: a complete ds_config, and how to start the job."""
 
+import json
 import math
 from typing import Any
 
+from ds_hybridep.geometry.cluster import BITS_PER_BYTE, MS_PER_S, Level
 from ds_hybridep.plan.answer import Answer, Candidate
 from ds_hybridep.plan.machines import GPUS_OF_MACHINE
 from ds_hybridep.plan.plan import RECOMMENDED
+from ds_hybridep.plan.question import Question
 from ds_hybridep.plan.rivals import Alternative
-from ds_hybridep.plan.summary import level_settings
+from ds_hybridep.plan.words import GIGA
 from ds_hybridep.plan.workload import Workload
 
 MEETING_PORT, LINK_PORTS = 29400, [29600, 29699]  # as in docs/sites.md
+# What peft calls the parts of the models that AutoEP trains.  A name that a model does not have changes nothing.
+ATTENTION = "q_proj", "k_proj", "v_proj", "o_proj"
+LATENT = "q_proj", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"
+LINEAR = "in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj"
+ATTENTION_BY_PRESET = {"deepseek_v2": LATENT, "deepseek_v3": LATENT, "qwen3_5_moe": (*ATTENTION, *LINEAR)}
+# Of shared experts and dense layers.  In other families, peft 0.21 takes these names for routed experts.
+FFN_BY_PRESET = {"qwen3_5_moe": ("gate_proj", "up_proj", "down_proj")}
+IN_SCRIPT = "In train.py, before deepspeed.initialize or the Trainer"
+EXPERTS = "mlp.experts.gate_up_proj", "mlp.experts.down_proj"
 SITE_NAMES = "abcdefghijklmnopqrstuvwxyz"
+
+
+def level_settings(level: Level) -> dict[str, Any]:
+    """A level as in a "hybridep" block: its name, its size and what is known of its link, with six digits."""
+    bandwidth, latency_s = level.link.bandwidth_bytes_per_s, level.link.latency_s
+    known = {
+        "bandwidth_gbps": None if bandwidth is None else bandwidth * BITS_PER_BYTE / GIGA,
+        "latency_ms": None if latency_s is None else latency_s * MS_PER_S,
+    }
+    numbers = {key: float(f"{value:.6g}") for key, value in known.items() if value is not None}
+    several = {"connections": level.link.connections} if level.link.connections > 1 else {}
+    control = {"congestion_control": level.link.congestion_control} if level.link.congestion_control else {}
+    return {"name": level.name, "size": level.size, **numbers, **several, **control}
 
 
 def ds_config_of(answer: Answer) -> dict[str, Any]:
@@ -82,7 +107,7 @@ def _sites_block(answer: Answer, chosen: Alternative) -> dict[str, Any]:
     if chosen.sites.every > 1:
         sites["every"] = chosen.sites.every
     block: dict[str, Any] = {"sites": sites, "link": {"ports": LINK_PORTS}}
-    if "host state" in chosen.name:
+    if chosen.state == "host":
         block["state"] = "host"
     return block
 
@@ -90,6 +115,33 @@ def _sites_block(answer: Answer, chosen: Alternative) -> dict[str, Any]:
 def _site_names(count: int) -> list[str]:
     """a, b, c; s0, s1 ... if these are too few."""
     return list(SITE_NAMES[:count]) if count <= len(SITE_NAMES) else [f"s{index}" for index in range(count)]
+
+
+def adapters_of(question: Question) -> dict[str, Any] | None:
+    """Arguments of `peft.LoraConfig` for the adapters that were asked for; None: everything is trained."""
+    if question.adapters is None:
+        return None
+    (where, rank), preset = question.adapters, question.workload.model.autoep_preset or ""
+    modules = () if where == "experts" else ATTENTION_BY_PRESET.get(preset, ATTENTION)
+    modules += FFN_BY_PRESET.get(preset, ()) if where == "all" else ()
+    parameters = {} if where == "attention" else {"target_parameters": list(EXPERTS)}
+    return {"r": rank, "target_modules": list(modules), **parameters}
+
+
+def script_of(answer: Answer) -> list[str]:
+    """Lines that the script needs for adapters, which no ds_config adds."""
+    question = answer.question
+    settings, model = adapters_of(question), question.workload.model
+    if settings is None or question.adapters is None:
+        return []
+    if not model.is_of_hub:
+        return [f"# give your own layers the adapters, of rank {settings['r']}, and freeze all else"]
+    arguments = [f"    {key}={json.dumps(value)}," for key, value in settings.items()]
+    notes = []
+    if question.adapters[0] == "all" and model.other_matrices and model.autoep_preset not in FFN_BY_PRESET:
+        notes = ["# without shared experts and dense layers, whose names peft takes for those of routed experts"]
+    made = ["adapters = peft.LoraConfig(", *arguments, ")", "model = peft.get_peft_model(model, adapters)"]
+    return ["import peft", "", *notes, *made]
 
 
 def launch_of(answer: Answer) -> list[str]:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from ds_hybridep.errors import PlanError
 from ds_hybridep.geometry.cluster import Cluster, divisors
+from ds_hybridep.plan.adapters import Where
 from ds_hybridep.plan.memory import Memory, memory_of
 from ds_hybridep.plan.plan import CodecCosts, ExpertGroup, HotLimit, LevelCodecs, PricedPlan, SummedBy, is_crossed
 from ds_hybridep.plan.rates import IDENTITY, Rates
@@ -31,6 +32,7 @@ class Question:
     memory_bytes: float | None = None  # of one GPU; None: not limited
     host_memory_bytes: float | None = None  # of the host, for each GPU; None: not limited
     hot_bytes: float | None = None  # of one GPU, for hot experts; None: not limited
+    adapters: tuple[Where, int] | None = None  # where, and their rank; the workload has them too; None: no adapters
 
     def codecs_over(self, level: int, domain_size: int) -> tuple[CodecCosts, ...]:
         """Codec sets that make a difference at a level; DeepSpeed's sums use no codecs."""

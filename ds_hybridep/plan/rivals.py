@@ -13,12 +13,13 @@ from ds_hybridep.plan.routing import Routing, routing_of
 from ds_hybridep.plan.sharded import Division, sharded
 from ds_hybridep.plan.sites import Sites, sites_of
 from ds_hybridep.plan.stream_model import StepPrediction, predict
+from ds_hybridep.plan.words import number
 from ds_hybridep.plan.workload import Workload
 
 LEAST_DROPPED = 0.005  # a smaller share of rows is not worth a note
-LOCAL_STEPS = 100  # optimizer steps between two synchronisations of local SGD
 SITES_EVERY = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000)  # `sites.every`
-CARRIED = 0.1  # a link carries sites if their exchange takes at most this share of a step
+HOST_STATE = "what codecs keep is in host memory"
+CARRIED = 0.1  # a link carries sites, or averages, if their exchange takes at most this share of a step
 
 # The same training but for rounding; gradients lose something in codecs; another training.
 Training = Literal["exact", "lossy", "local steps"]
@@ -45,11 +46,12 @@ class Alternative:
     dropped: float = 0.0  # share of the rows of tokens that no expert computes, because capacity ends
     crossing_bytes: float | None = None  # over one uplink of level 0 in one direction; None: not known
     note: str = ""
-    remark: str = ""  # the same in few words, without memory
+    remark: str = ""  # for the table, without memory
     training: Training = "exact"
     is_now: bool = False
     refused: str = ""
     waits: tuple[str, float] | None = None
+    state: Literal["device", "host"] = "device"  # where codecs keep what they keep
 
     @property
     def is_provided(self) -> bool:
@@ -68,18 +70,19 @@ def alternatives(question: Question) -> list[Alternative]:
     across = max(question.expert_groups, key=lambda group: (group.spans(cluster)[0], group.ep_size))
     inside = largest_group(cluster, num_experts, cluster.num_ranks // cluster.sizes[0])
     plain = without_domains(across.spans(cluster), question.dense_sync)
-    strided = ", strided" if across.is_strided else ""
+    outer, num_ranks = cluster.levels[0].name, across.ep_size
+    where = f"across {outer}s" if across.spans(cluster)[0] > 1 else f"in each {outer}"
     deduplicated, _ = question.with_best_exchange(plain)
     result = [_sharded(question, "everywhere")]
     if cluster.sizes[0] > 1 and len(cluster.levels) > 1:
         result += [_sharded(question, "quantised"), _sharded(question, "inside")]
     result += [
-        _provided(question, f"DeepSpeed, EP over {across.ep_size}{strided}", _by_deepspeed(plain)),
-        _provided(question, f"EP over {across.ep_size}{strided}, exchange de-duplicated", deduplicated),
+        _provided(question, f"DeepSpeed, EP {num_ranks} {where}", _by_deepspeed(plain)),
+        _provided(question, f"EP {num_ranks} {where}, exchange de-duplicated", deduplicated),
     ]
     if inside != across:
         parallel = without_domains(inside.spans(cluster), question.dense_sync)
-        name = f"EP over {inside.ep_size} inside each {cluster.levels[0].name}, data parallel across"
+        name = f"EP {inside.ep_size} in each {outer}"
         exact, _ = question.with_best_exchange(parallel)
         result.append(_provided(question, f"DeepSpeed, {name}", _by_deepspeed(parallel)))
         result.append(_provided(question, f"{name}, exact", exact))
@@ -105,11 +108,12 @@ def _sharded(question: Question, division: Division) -> Alternative:
     is_lossy = division == "quantised"
     refused = "lossy, and only exact ways are asked for" if is_lossy and not question.allows_lossy else ""
     remarks = [refused] if refused else []
+    remarks += [f"hpZ, 4-bit gradients, 8-bit weights, in each micro-step from all {outer}s"] if is_lossy else []
     remarks += [f"micro-batches of {workload.tokens_per_rank // parts} tokens"] if parts > 1 else []
     names: dict[Division, str] = {
-        "everywhere": f"ZeRO-3 or FSDP over all {cluster.num_ranks} ranks",
-        "inside": f"ZeRO-3 or FSDP inside each {outer}, gradients across",
-        "quantised": f"ZeRO++ (hpZ inside each {outer}, 8-bit weights, 4-bit gradients)",
+        "everywhere": f"FSDP or ZeRO-3, all {cluster.num_ranks} GPUs",
+        "inside": f"FSDP HYBRID_SHARD in each {outer}",
+        "quantised": f"ZeRO++ (lossy) in each {outer}",
     }
     return Alternative(
         name=names[division],
@@ -122,7 +126,7 @@ def _sharded(question: Question, division: Division) -> Alternative:
         training="lossy" if is_lossy else "exact",
         is_now=True,
         refused=refused,
-        waits=("parameters and gradients", found.wait_s),
+        waits=("weights, gradients", found.wait_s),
     )
 
 
@@ -212,19 +216,22 @@ def sites_at(question: Question, every: int) -> Alternative:
         one = sites_of(cluster, alone, plan, workload, rates=question.rates, codecs=codecs, whole=whole, every=every)
         return one, question.lacking_bytes(one.memory)
 
-    (one, lacking), state = price(inside), ""
+    state: Literal["device", "host"] = "device"
+    one, lacking = price(inside)
     if lacking and (on_host := price(replace(inside, state="host")))[1] < lacking:
-        (one, lacking), state = on_host, ", host state"
+        (one, lacking), state = on_host, "host"
     return Alternative(
-        name=f"sites, H = {every}{state}",
+        name=f"sites, H = {every}{' (DiLoCo-like)' if every > 1 else ''}",
         step_s=one.step_s,
         memory_bytes=one.memory.total_bytes,
         lacking_bytes=lacking,
         sites=one,
         crossing_bytes=one.uplink_bytes,
         note=f"{lacking_note(lacking) + '; ' if lacking else ''}{_why(one, cluster, inside, codecs)}",
+        remark=HOST_STATE if state == "host" else "",
         training="local steps" if every > 1 else "lossy" if codecs.is_lossy else "exact",
-        waits=whole.waits({"the exchange of sites": one.exchange_s}),
+        waits=whole.waits({"exchange of sites": one.exchange_s}),
+        state=state,
     )
 
 
@@ -257,12 +264,15 @@ def _pipeline(question: Question) -> list[Alternative]:
     whole = predict(alone, plan, workload, question.rates)
     found = pipelines(cluster, plan, workload, question.rates, whole=whole)
     best = min(found, key=lambda one: (question.lacking_bytes(one.memory) > 0, one.step_s))
+    outer, batches = cluster.levels[0].name, stages * workload.micro_steps
     way = Alternative(
-        name=f"pipeline stages across each {cluster.levels[0].name}, EP inside",
+        name=f"pipeline across {outer}s, EP in each",
         step_s=best.step_s,
         memory_bytes=best.memory.total_bytes,
         crossing_bytes=best.border_bytes,
-        note=f"{stages * workload.micro_steps} micro-batches, bubble {best.bubble_s:.3g} s",
+        note=f"{batches} micro-batches, bubble {best.bubble_s:.3g} s",
+        remark=f"1F1B, as Megatron-LM has it: {batches} micro-batches, {stages} stages x {workload.micro_steps}, "
+        f"{number(best.bubble_s)} s idle at both ends and for the link",
         waits=_waits_of_pipeline(whole, best),
     )
     return [_elsewhere(question, way, best.memory)]
@@ -276,20 +286,24 @@ def _waits_of_pipeline(whole: StepPrediction, pipeline: Pipeline) -> tuple[str, 
 
 
 def _local_sgd(question: Question) -> Alternative:
-    """Each child of level 0 trains by itself, and parameters are averaged every `LOCAL_STEPS` steps."""
+    """Each child of level 0 trains by itself, and parameters are averaged every H steps, the least that is carried."""
     cluster, workload = question.cluster, question.workload
     alone, plan = _one_child(question)
     whole = predict(alone, plan, workload, question.rates)
     inside = largest_group(cluster, workload.model.num_experts, cluster.num_ranks // cluster.sizes[0])
     averaged = question.predict(without_domains(inside.spans(cluster), question.dense_sync))
-    average_s = (averaged.terms_s["dense_sync_s"] + averaged.terms_s["expert_sync_s"]) / LOCAL_STEPS
+    whole_s = averaged.terms_s["dense_sync_s"] + averaged.terms_s["expert_sync_s"]
+    carried = (one for one in SITES_EVERY[1:] if whole_s / one <= CARRIED * (whole.step_s + whole_s / one))
+    every = next(carried, SITES_EVERY[-1])
+    average_s = whole_s / every
     memory = memory_of(alone, plan, workload)
     way = Alternative(
-        name=f"local SGD, averaged every {LOCAL_STEPS} steps",
+        name=f"local SGD, H = {every}",
         step_s=whole.step_s + average_s,
         memory_bytes=memory.total_bytes,
-        crossing_bytes=averaged.level_bytes(0) / LOCAL_STEPS,
+        crossing_bytes=averaged.level_bytes(0) / every,
         note="not the same training: loss may differ",
+        remark="averages are not encoded",
         training="local steps",
         waits=whole.waits({"averages": average_s}),
     )
@@ -301,4 +315,5 @@ def _elsewhere(question: Question, way: Alternative, memory: Memory) -> Alternat
     lacking = question.lacking_bytes(memory)
     notes = [lacking_note(lacking)] if lacking else []
     notes += ["not provided here", way.note]
-    return replace(way, lacking_bytes=lacking, note="; ".join(notes), remark="not provided here")
+    remark = f"not provided here; {way.remark}"
+    return replace(way, lacking_bytes=lacking, note="; ".join(notes), remark=remark)

@@ -93,7 +93,7 @@ def _applied(question: Question, lacks: Lacks, saves: Iterable[Save]) -> Change:
         if change is not None:
             changed = change.question
             words.append(change.words)
-    return Change(words=" and ".join(words), question=changed)
+    return Change(words=" ".join(words), question=changed)
 
 
 def _checkpointing(question: Question, lacks: Lacks) -> Change | None:
@@ -110,7 +110,7 @@ def _smaller_micro_batches(question: Question, lacks: Lacks) -> Change | None:
     while workload.tokens_per_rank // (2 * parts) >= max(workload.sequence_tokens, 1):
         parts *= 2
         tokens, micro_steps = workload.tokens_per_rank // parts, workload.micro_steps * parts
-        words = f"--tokens {tokens} --accumulation {micro_steps} (the same step in smaller micro-batches)"
+        words = f"--tokens {tokens} --accumulation {micro_steps}"
         found = _with(question, words, replace(workload, tokens_per_rank=tokens, micro_steps=micro_steps))
         if not lacks(found.question):
             break
@@ -153,20 +153,20 @@ def _adapters(question: Question) -> list[Change]:
         zero_stage=min(workload.zero_stage, 1),  # adapters of experts refuse 2
     )
     stage = " --zero-stage 1" if workload.zero_stage == 2 else ""
-    return [_with(question, f"--lora all{stage} (only adapters are trained)", changed)]
+    words = f"--lora all{stage} (only adapters are trained)"
+    return [Change(words=words, question=replace(question, workload=changed, adapters=("all", LORA_RANK)))]
 
 
 def _larger_gpus(question: Question) -> list[Change]:
     """By memory; only that is changed."""
     limit = question.memory_bytes or 0.0
     larger = sorted((gpu for gpu in GPUS.values() if gpu.memory_bytes > limit), key=lambda gpu: gpu.memory_bytes)
-    return [
-        Change(
-            words=f"--gpu {gpu.name} ({gpu.memory_bytes / 1e9:.0f} GB)",
-            question=replace(question, memory_bytes=gpu.memory_bytes),
-        )
-        for gpu in larger
-    ]
+    changes = list[Change]()
+    for gpu in larger:
+        size = f"{gpu.memory_bytes / 1e9:.0f}"
+        words = f"GPUs of {size} GB, such as {gpu.name} (--memory {size})"
+        changes.append(Change(words=words, question=replace(question, memory_bytes=gpu.memory_bytes)))
+    return changes
 
 
 def _more_gpus(question: Question) -> list[Change]:

@@ -8,7 +8,7 @@ from typing import Any, Literal
 from ds_hybridep.plan.answer import TIE, Answer, Candidate
 from ds_hybridep.plan.plan import listed
 from ds_hybridep.plan.question import Question
-from ds_hybridep.plan.rivals import Alternative, Training
+from ds_hybridep.plan.rivals import HOST_STATE, Alternative, Training
 
 MOST_NOW = 4  # rows of what people have; the table has ten at most
 LEAST_WAIT = 0.05  # share of a step that is worth a word
@@ -39,7 +39,7 @@ class Row:
     lacking_bytes: float
     is_chosen: bool
     note: str  # for programs
-    remark: str = ""  # for the table
+    remark: str = ""  # for the table, parts with semicolons between
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -80,10 +80,16 @@ def is_lossy(candidate: Candidate) -> bool:
 def row_of_plan(answer: Answer, candidate: Candidate) -> Row:
     term, wait_s = candidate.prediction.waits()
     training: Training = "lossy" if is_lossy(candidate) else "exact"
+    plan, group = candidate.plan, candidate.group
+    layout = f"{listed(plan.domain_sizes)} ep {group.ep_size}{' strided' if group.is_strided else ''}"
+    remarks = [HOST_STATE] if plan.state == "host" else []
+    if plan.hot is not None:
+        level = answer.question.cluster.levels[plan.hot.level].name
+        remarks.append(f"at most {plan.num_hot} hot experts in each layer, inside {level}")
     return Row(
         kind="ours",
-        name=f"this program, {'encoded' if training == 'lossy' else 'exact'}: {candidate.label}",
-        layout=f"{listed(candidate.plan.domain_sizes)} ep {candidate.group.ep_size}, {training}",
+        name=f"ours, {'encoded' if training == 'lossy' else 'exact'}: {layout}",
+        layout=f"{layout}, {training}",
         step_s=candidate.step_s,
         tokens_per_s=tokens_per_s(answer.question, candidate.step_s),
         memory_bytes=candidate.memory.total_bytes,
@@ -95,6 +101,7 @@ def row_of_plan(answer: Answer, candidate: Candidate) -> Row:
         lacking_bytes=candidate.lacking_bytes,
         is_chosen=candidate is answer.chosen,
         note="",
+        remark="; ".join(remarks),
     )
 
 
@@ -106,7 +113,7 @@ def row_of_way(answer: Answer, way: Alternative) -> Row:
     return Row(
         kind=kind,
         name=way.name,
-        layout=way.name.removesuffix(", host state"),
+        layout=way.name,
         step_s=way.step_s,
         tokens_per_s=tokens_per_s(answer.question, way.step_s),
         memory_bytes=way.memory_bytes,
@@ -128,10 +135,15 @@ def chosen_row(answer: Answer) -> Row:
     return row_of_plan(answer, chosen) if isinstance(chosen, Candidate) else row_of_way(answer, chosen)
 
 
+def tokens_of_step(question: Question) -> int:
+    """Tokens of all ranks."""
+    workload = question.workload
+    return question.cluster.num_ranks * workload.tokens_per_rank * workload.micro_steps
+
+
 def tokens_per_s(question: Question, step_s: float) -> float:
     """Tokens of all ranks in a second."""
-    workload = question.workload
-    return question.cluster.num_ranks * workload.tokens_per_rank * workload.micro_steps / step_s
+    return tokens_of_step(question) / step_s
 
 
 # ---- hours and money ----
@@ -139,15 +151,30 @@ def tokens_per_s(question: Question, step_s: float) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class Bill:
-    """What a number of steps takes: hours, GB that leave all datacentres together, and their price, if known."""
+    """What a number of steps takes.
+
+    link_gb: GB that leave all datacentres together; each_gb: that leave one; None: not known.  price: of link_gb.
+    """
 
     steps: int
+    tokens: int
     hours: float
+    gpu_hours: float
+    each_gb: float | None
     link_gb: float | None
     price: float | None
 
 
 def bill_of(row: Row, question: Question, steps: int, price_per_gb: float | None) -> Bill:
-    link_gb = None if row.link_bytes is None else question.cluster.sizes[0] * row.link_bytes * steps / 1e9
-    price = None if link_gb is None or price_per_gb is None else link_gb * price_per_gb
-    return Bill(steps=steps, hours=row.step_s * steps / 3600, link_gb=link_gb, price=price)
+    cluster, hours = question.cluster, row.step_s * steps / 3600
+    each_gb = None if row.link_bytes is None else row.link_bytes * steps / 1e9
+    link_gb = None if each_gb is None else cluster.sizes[0] * each_gb
+    return Bill(
+        steps=steps,
+        tokens=steps * tokens_of_step(question),
+        hours=hours,
+        gpu_hours=hours * cluster.num_ranks,
+        each_gb=each_gb,
+        link_gb=link_gb,
+        price=None if link_gb is None or price_per_gb is None else link_gb * price_per_gb,
+    )

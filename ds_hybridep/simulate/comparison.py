@@ -13,7 +13,7 @@ from ds_hybridep.plan.plan import PricedPlan
 from ds_hybridep.plan.planner import make_plan
 from ds_hybridep.plan.question import Question
 from ds_hybridep.plan.rivals import without_domains
-from ds_hybridep.plan.summary import GIGA, aligned
+from ds_hybridep.plan.words import GIGA, aligned
 from ds_hybridep.simulate.scenario import Scenario
 from ds_hybridep.simulate.simulator import SimulatedStep, simulate
 

@@ -34,10 +34,10 @@ def test_the_best_plan_stands_beside_what_it_is_compared_with(simulate):
     assert lines[0].split()[:2] == ["plan", "s/step"]
     assert lines[1].startswith("best plan, [")
     starts = (
-        "DeepSpeed, EP over 8",
-        "EP over 8, exchange",
-        "DeepSpeed, EP over 2 inside",
-        "EP over 2 inside",
+        "DeepSpeed, EP 8",
+        "EP 8 across dcs, exchange",
+        "DeepSpeed, EP 2 in",
+        "EP 2 in",
         "[2,1]",
     )
     assert all(line.startswith(start) for line, start in zip(lines[2:], starts, strict=True))

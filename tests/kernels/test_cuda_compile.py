@@ -11,8 +11,9 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from ds_hybridep.op_builder import HybridEPBuilder
 from torch.utils import cpp_extension
+
+from ds_hybridep.op_builder import HybridEPBuilder
 
 ARCHITECTURES = ("sm_80", "sm_90", "sm_100")
 ON_PATH = shutil.which("nvcc") or ""

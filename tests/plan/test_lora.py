@@ -2,14 +2,17 @@
 """What is trained, what it costs, and on which GPU: sums by hand beside the model's."""
 
 import argparse
+from dataclasses import replace
 
 import pytest
 
 from ds_hybridep.commands.question import add_arguments, read_question
 from ds_hybridep.plan.adapters import with_adapters
 from ds_hybridep.plan.machines import GPUS, codec_on, gpu_of
+from ds_hybridep.plan.model_families import AUTOEP_PRESETS
 from ds_hybridep.plan.model_sizes import model_from_mapping
 from ds_hybridep.plan.models import read_model_file
+from ds_hybridep.plan.paste import adapters_of
 from ds_hybridep.plan.rates import IDENTITY, CodecCost
 from ds_hybridep.plan.rivals import without_domains
 from ds_hybridep.plan.workload import Workload
@@ -50,6 +53,35 @@ def test_all_adapters_of_deepseek_are_those_beside_latent_attention_shared_exper
     shared, dense = 3 * (7168 + 2048), 3 * (7168 + 18432)
     assert sum(rows * cols for rows, cols in of_dense) == 61 * attention + 58 * shared + 3 * dense
     assert sum(rows * cols for rows, cols in of_expert) == 3 * (7168 + 2048)
+
+
+@pytest.mark.parametrize("kind", sorted(set(AUTOEP_PRESETS) - {"minimax_m3_vl_text"}))  # transformers 5.3 lacks it
+def test_names_for_peft_are_those_of_the_models_of_transformers(kind):
+    """Adapters of attention have as many parameters as were planned; those of experts are found."""
+    import peft
+    import torch
+    import transformers
+
+    config = transformers.AutoConfig.for_model(kind, num_hidden_layers=4, num_experts_per_tok=2)
+    model = model_from_mapping(config.to_dict(), kind)
+    found = {}
+    for where in ("attention", "experts", "all"):
+        adapted, (_, of_dense) = with_adapters(model, where, RANK)
+        workload = Workload(model=adapted, tokens_per_rank=TOKENS)
+        settings = adapters_of(replace(asked(), workload=workload, adapters=(where, RANK)))
+        with torch.device("meta"):
+            made = transformers.AutoModelForCausalLM.from_config(config)
+            made = peft.get_peft_model(made, peft.LoraConfig(**settings))
+        found[where] = {name for name, one in made.named_parameters() if one.requires_grad}
+        if where == "attention" and kind != "qwen3_5_moe_text":  # its linear attention has more matrices, less wide
+            trained = sum(one.numel() for one in made.parameters() if one.requires_grad)
+            assert trained == sum(rows * cols for rows, cols in of_dense)
+    assert found["experts"]
+    assert all(".mlp.experts." in name for name in found["experts"])
+    assert not any(".mlp.experts." in name for name in found["attention"])
+    assert found["experts"] | found["attention"] <= found["all"]
+    has_more = found["experts"] | found["attention"] != found["all"]
+    assert has_more == (kind == "qwen3_5_moe_text")
 
 
 def test_frozen_weights_need_one_product_in_the_backward_and_trained_ones_two():

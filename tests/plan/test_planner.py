@@ -224,7 +224,7 @@ def test_data_parallel_over_the_slow_level_is_a_plan_with_codecs():
     assert [codecs.label for codecs in best.plan.codecs] == ["recommended", "exact"]
     sent = best.prediction.uplink_bytes[0]
     assert sent["tokens"] == sent["expert_weights"] == sent["expert_gradients"] == 0
-    exact = next(way for way in answer.alternatives if way.name.endswith("across, exact"))
+    exact = next(way for way in answer.alternatives if way.name.endswith("in each dc, exact"))
     unencoded = exact.prediction.uplink_bytes[0]
     # Patches and low rank: 16 bits become 16 / 47 and 16 / 25.
     assert unencoded["expert_sync"] / sent["expert_sync"] == pytest.approx(2 / (1 / 47 + 1 / 25), rel=0.02)
@@ -293,17 +293,17 @@ def test_alternatives_are_priced_and_named():
     answer = make_plan(CASES["qwen3-2x8-10gbps"])
     names = [way.name for way in answer.alternatives]
     assert names == [
-        "ZeRO-3 or FSDP over all 16 ranks",
-        "ZeRO++ (hpZ inside each dc, 8-bit weights, 4-bit gradients)",
-        "ZeRO-3 or FSDP inside each dc, gradients across",
-        "DeepSpeed, EP over 16",
-        "EP over 16, exchange de-duplicated",
-        "DeepSpeed, EP over 8 inside each dc, data parallel across",
-        "EP over 8 inside each dc, data parallel across, exact",
+        "FSDP or ZeRO-3, all 16 GPUs",
+        "ZeRO++ (lossy) in each dc",
+        "FSDP HYBRID_SHARD in each dc",
+        "DeepSpeed, EP 16 across dcs",
+        "EP 16 across dcs, exchange de-duplicated",
+        "DeepSpeed, EP 8 in each dc",
+        "EP 8 in each dc, exact",
         "sites, H = 1",
-        "sites, H = 200",
-        "pipeline stages across each dc, EP inside",
-        "local SGD, averaged every 100 steps",
+        "sites, H = 200 (DiLoCo-like)",
+        "pipeline across dcs, EP in each",
+        "local SGD, H = 200",
     ]
     assert [way.is_provided for way in answer.alternatives] == 9 * [True] + 2 * [False]
     assert answer.alternatives[3].step_s > answer.alternatives[4].step_s > answer.best.step_s
@@ -320,7 +320,7 @@ def test_a_better_way_that_deepspeed_has_already_is_named():
         memory_bytes=4.16e10,  # not enough for replicas that stay
         tokens=2048,
     )
-    assert make_plan(question).better.name.startswith("DeepSpeed, EP over 8 inside each dc")
+    assert make_plan(question).better.name == "DeepSpeed, EP 8 in each dc"
 
 
 def test_a_pipeline_of_more_stages_than_layers_does_not_exist():

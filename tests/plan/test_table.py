@@ -11,23 +11,25 @@ from ds_hybridep.geometry.cluster import Cluster, Level, LinkSpeed
 from ds_hybridep.plan.answer import TIE
 from ds_hybridep.plan.paste import ds_config_of, launch_of, reminders_of
 from ds_hybridep.plan.plan import RECOMMENDED, LevelCodecs
-from ds_hybridep.plan.planner import make_plan
+from ds_hybridep.plan.planner import answer_of, make_plan
 from ds_hybridep.plan.question import Question
 from ds_hybridep.plan.rates import CodecCost, Rates
-from ds_hybridep.plan.summary import describe, is_for_you, verdict
+from ds_hybridep.plan.summary import describe
 from ds_hybridep.plan.sweep import describe_sweep, sweep_wan
 from ds_hybridep.plan.table import bill_of, chosen_row, row_of_way, rows_of
+from ds_hybridep.plan.verdict import is_for_you, verdict
+from ds_hybridep.plan.words import count, number
 
 SMALL = CodecCost("low_rank", 50.0)
 BOTH = LevelCodecs(), LevelCodecs(gradient=SMALL, dense_gradient=SMALL, name=RECOMMENDED)
 
 
-def question_of(gbps=0.01, num_dcs=2, *, codecs=BOTH, **workload):
+def question_of(gbps=0.01, num_dcs=2, *, codecs=BOTH, memory_bytes=8e10, **workload):
     levels = Level("dc", num_dcs, LinkSpeed(gbps * 1e9 / 8, 0.01)), Level("gpu", 4, LinkSpeed(1e11, 0.0))
     settings = {"param_bytes": 2, "tokens_per_rank": 4096, "micro_steps": 4, **workload}
     return Question(
         cluster=Cluster(levels), workload=toy(**settings), rates=Rates(flops_per_s=1e12), codecs=codecs,
-        memory_bytes=8e10, host_memory_bytes=1e11,
+        memory_bytes=memory_bytes, host_memory_bytes=1e11,
     )  # fmt: skip
 
 
@@ -62,8 +64,10 @@ def test_the_first_sentence_is_for_you_where_it_is_clearly_faster():
     answer = make_plan(question_of())
     assert is_for_you(answer)
     assert verdict(answer)[0].startswith("For you: ")
-    assert f"{answer.now.step_s / answer.chosen.step_s:.3g} times as fast" in verdict(answer)[0]
-    assert describe(answer, 1).startswith(verdict(answer)[0])
+    assert (
+        f"{number(answer.now.step_s / answer.chosen.step_s)} times as fast with lossy gradients" in verdict(answer)[0]
+    )
+    assert " ".join(describe(answer, 1).split()).startswith(verdict(answer)[0])
 
 
 def test_the_first_sentence_is_not_for_you_where_the_link_is_fast():
@@ -85,7 +89,7 @@ def test_a_plan_that_only_waits_is_not_for_you_even_if_all_else_waits_longer_or_
     alone = tuple(replace(way, lacking_bytes=1e9) if way.is_now else way for way in answer.alternatives)
     found = replace(answer, alternatives=alone)
     assert verdict(found)[0].startswith("Not for you, because GPUs would compute 1% of the time: ")
-    assert "Nothing that you have now can do it" in verdict(found)[0]
+    assert "Nothing without this program can do it" in verdict(found)[0]
 
 
 def test_hours_and_money():
@@ -134,8 +138,35 @@ def test_the_sweep_finds_where_each_layout_begins_to_win():
     assert [point.gbps for point in points] == sorted(point.gbps for point in points)
     assert points[0].gbps == 0.001
     assert points[-1].gbps == 1000
-    assert len({point.layout for point in points}) > 1
+    assert len({(point.layout, point.why_not) for point in points}) > 1
     assert points[-1].step_s <= points[0].step_s * (1 + TIE)
-    text = describe_sweep(question, points)
-    assert text.splitlines()[1].startswith("1 Mbit/s ")
-    assert text.splitlines()[-1].startswith("At 1e+03 Gbit/s: ")
+    lines = describe_sweep(question, points).splitlines()
+    assert lines[1].split()[:2] == ["1.00", "Mbit/s"]
+    assert lines[len(points)].split()[:2] == ["1,000", "Gbit/s"]
+    (asked,) = [line for line in lines[1 : len(points) + 1] if line.startswith("->")]
+    assert asked.split()[1:3] == ["10.0", "Mbit/s"]
+
+
+def test_the_sweep_says_at_each_rate_what_plan_says_there():
+    question = question_of(memory_bytes=3.3e9)
+    points = sweep_wan(question, (0.001, 1, 1000))
+    assert {point.for_you for point in points} == {True, False}
+    for point in points:
+        cluster = question.cluster.with_link(0, bandwidth_bytes_per_s=point.gbps * 1e9 / 8)
+        answer = answer_of(replace(question, cluster=cluster))
+        row = chosen_row(answer)
+        assert (point.name, point.training, point.step_s) == (row.name, row.training, row.step_s)
+        assert (point.now_name, point.now_step_s) == (answer.now.name, answer.now.step_s)
+        assert point.for_you == is_for_you(answer) == verdict(answer)[0].startswith("For you")
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(0, "0"), (0.0009, "<0.001"), (0.143, "0.143"), (6, "6.00"), (549.6, "550"), (999.9, "1,000"), (21624, "21,624")],
+)
+def test_numbers_have_three_digits_and_no_exponent(value, text):
+    assert number(value) == text
+
+
+def test_counts_have_a_unit():
+    assert [count(one) for one in (7, 65_536, 13_400_000, 6.69e9)] == ["7", "65.5 k", "13.4 M", "6.69 B"]

@@ -14,10 +14,9 @@ CONFIG = "config.json"
 
 def model_name(name_or_path: str) -> str:
     """What to call a model: a ready name, the folder of a config.json, or a file without its ending."""
-    by_name = {name.lower(): name for name in ready_names()}
-    path = Path(name_or_path)
-    if name_or_path.lower() in by_name:
-        return by_name[name_or_path.lower()]
+    path, ready = Path(name_or_path), _ready_name(name_or_path)
+    if ready is not None:
+        return ready
     if path.name == CONFIG:
         return path.resolve().parent.name
     return path.name if path.is_dir() else path.stem
@@ -29,24 +28,32 @@ def ready_names() -> tuple[str, ...]:
     return tuple(sorted(name.removesuffix(".yaml") for name in names if name.endswith(".yaml")))
 
 
+def _ready_name(name_or_path: str) -> str | None:
+    """The ready model that is meant, also by its name on the hub, such as Qwen/Qwen3-30B-A3B; None: a file."""
+    names = {name.lower(): name for name in ready_names()}
+    if "/" in name_or_path and not Path(name_or_path).exists():
+        name_or_path = name_or_path.rpartition("/")[2]
+    return names.get(name_or_path.lower())
+
+
 def read_model_file(name_or_path: str) -> dict[str, Any]:
     """Read a ready model, a JSON or YAML file, or the config.json of a folder; see `model_from_mapping`.
 
     Raises PlanError if it cannot be read.
     """
-    by_name = {name.lower(): name for name in ready_names()}
-    if Path(name_or_path).is_dir():
+    ready = _ready_name(name_or_path)
+    if ready is None and Path(name_or_path).is_dir():
         name_or_path = str(Path(name_or_path) / CONFIG)
     parse = parser_of(name_or_path, f"--model: {name_or_path}")
     try:
-        if name_or_path.lower() in by_name:
-            text = files(__name__).joinpath(f"{by_name[name_or_path.lower()]}.yaml").read_text(encoding="utf-8")
-        else:
-            text = Path(name_or_path).read_text(encoding="utf-8")
-        content = parse(text)
+        place = Path(name_or_path) if ready is None else files(__name__).joinpath(f"{ready}.yaml")
+        content = parse(place.read_text(encoding="utf-8"))
     except OSError as error:
-        what = f"{name_or_path} is no ready model and cannot be read as a file ({error.strerror})"
-        raise PlanError(f"--model: {what}; ready are {', '.join(ready_names())}") from error
+        raise PlanError(
+            f"--model: {name_or_path} is no ready model and no file that can be read ({error.strerror}). Nothing is "
+            f"downloaded: get the config.json of a Mixture-of-Experts model with 'hf download ORG/NAME config.json "
+            f"--local-dir NAME', then give --model NAME. Ready are {', '.join(ready_names())}"
+        ) from error
     except ValueError as error:
         raise PlanError(f"--model: {name_or_path} cannot be parsed; correct its syntax: {error}") from error
     if not isinstance(content, Mapping):
