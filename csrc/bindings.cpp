@@ -355,7 +355,7 @@ using hybridep::flags_scratch_bytes, hybridep::patch_decode_scratch_bytes, hybri
 
 hybridep::FactorShape to_factor_shape(int64_t n, int64_t rows, int64_t cols, int64_t rank, int64_t bytes,
                                       int num_threads) {
-    require_sizes({n, rows, cols, rank});
+    require_sizes({n, rows - 1, cols - 1, rank - 1});
     const int64_t wanted = (rank * (rows + cols) + 1) / 2 + 4 + rows + cols;
     if (bytes < wanted) {
         throw py::value_error("payload: got " + std::to_string(bytes) + " bytes, wanted " + std::to_string(wanted));

@@ -18,7 +18,7 @@ namespace hybridep {
 namespace {
 
 constexpr float kDecay = 0.95f, kSmallestRms = 1e-3f, kLargestRms = 1e30f;
-constexpr float kSmallestUnit = 0x1p-100f, kLargestUnit = 0x1p100f, kSmallestSize = 1e-3f, kTiny = 1e-30f;
+constexpr float kSmallestUnit = 0x1p-100f, kLargestUnit = 0x1p126f, kSmallestSize = 1e-3f, kTiny = 1e-30f;
 constexpr float kRidge = 3e-5f, kSolveRidge = 1e-3f;
 constexpr float kStep = 0.335f, kLargest = 15.0f;
 constexpr float kSmallestRowScale = 0x1p-98f, kSmallestColScale = 0x1p-28f;
@@ -77,18 +77,20 @@ void product(const float* p, const float* y, int64_t m, int64_t k, int64_t cols,
         const int64_t count = std::min(kChunk, cols - begin);
         for (int64_t r = 0; r < m; ++r) {
             float* to = out + r * cols + begin;
-            const float *weights = p + r * k, *from = y + begin;
+            const float* weights = p + r * k;
             int64_t i = 0;
-            for (; i + 4 <= k; i += 4, from += 4 * cols) {
+            for (; i + 4 <= k; i += 4) {
                 const float a = weights[i], b = weights[i + 1], c = weights[i + 2], d = weights[i + 3];
+                const float* from = y + i * cols + begin;
                 const float *second = from + cols, *third = second + cols, *fourth = third + cols;
 #pragma omp simd
                 for (int64_t j = 0; j < count; ++j) {
                     to[j] += (a * from[j] + b * second[j]) + (c * third[j] + d * fourth[j]);
                 }
             }
-            for (; i < k; ++i, from += cols) {
+            for (; i < k; ++i) {
                 const float a = weights[i];
+                const float* from = y + i * cols + begin;
 #pragma omp simd
                 for (int64_t j = 0; j < count; ++j) to[j] += a * from[j];
             }
@@ -346,7 +348,8 @@ bool encode_one(const float* x, const float* sizes, const float* start, const fl
     const int32_t largest_col = *std::max_element(w.col_codes.begin(), w.col_codes.end());
     const float bound = scale_of_code(largest_row) * (static_cast<float>(rank) * kLargest * kLargest) *
                         std::max(scale_of_code(largest_col), 1.0f);
-    const float largest_q = largest_of(w.q.data(), rank * s.cols);
+    // As bits, so that nan counts.
+    const float largest_q = std::bit_cast<float>(largest_magnitude_bits(w.q.data(), rank * s.cols));
     if (!std::isfinite(bound + largest_q)) {
         std::memset(payload, 0, static_cast<size_t>(bytes));
         return true;

@@ -192,7 +192,7 @@ def _scale(codes: Tensor) -> Tensor:
 def rotation(rank: int, device: torch.device) -> Tensor:
     """Return an orthogonal matrix; only encoders use it."""
     factor: Tensor = torch.linalg.qr(fixed_normal(rank, rank, rank, torch.device("cpu"))).Q
-    return factor.to(device)
+    return factor.contiguous().to(device)
 
 
 def fixed_normal(seed: int, rows: int, cols: int, device: torch.device) -> Tensor:

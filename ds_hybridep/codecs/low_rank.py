@@ -147,7 +147,7 @@ class LowRank(Codec):
         kernels = self._compiled_factors(a)
         if kernels is None or self.rest is not None:
             return None
-        is_bad = torch.zeros(a.shape[0], dtype=torch.uint8)
+        is_bad = torch.zeros(a.shape[0], dtype=torch.uint8, device=a.device)
         sizes = a if source == Source.RESIDUAL else None
         self._encode_small(kernels, source, a, other, state, payload=payload, is_bad=is_bad, sizes=sizes)
         return is_bad

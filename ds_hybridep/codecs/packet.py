@@ -40,7 +40,7 @@ def write_headers(packets: Tensor, *, start: int, number: int, sequence: int, st
     """
     words = [start, number, sequence, stamp]
     signed = [word - 2**32 if word >= 2**31 else word for word in words]
-    header = torch.tensor(signed, dtype=torch.int32).view(torch.uint8).to(packets.device)
+    header = torch.tensor(signed, dtype=torch.int32, device="cpu").view(torch.uint8).to(packets.device)
     packets[:, :HEADER_BYTES] = header
     packets[:, 3] = is_bad * NON_FINITE
 

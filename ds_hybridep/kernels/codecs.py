@@ -93,7 +93,9 @@ class CompiledCodecs:
         is_bad: [n] uint8, 1 where nothing is to be updated; becomes 1 for inf, nan or an overflow.
         """
         kept = (state["q"], state.get("row_rms"), state.get("col_rms"))
-        with self._lane(self._device_of(a=a, other=other, payload=payload)) as lane:
+        others = {"sizes": sizes, "start": start, "mix": mix, "is_bad": is_bad, **state}
+        assert all(one is None or one.is_contiguous() for one in others.values())
+        with self._lane(self._device_of(a=a, other=other, payload=payload, **others)) as lane:
             settings = (sizes, start, mix, *a.shape, mix.shape[0], lane)
             call(self._extension.encode_factors, source, a, other, *settings, *kept, *_place(payload), is_bad)
 

@@ -7,6 +7,7 @@ from codec_cases import BALANCED, assert_same_bits, make_codec, normal, ratio_of
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ds_hybridep.codecs.packet import non_finite
 from ds_hybridep.geometry.packets import HEADER_BYTES
 
 
@@ -171,6 +172,38 @@ def test_a_huge_gradient_does_not_spoil_the_steps_after_it(huge, kernels):
         wanted += x * factor
         assert residual.isfinite().all()
     assert (sent + residual - wanted).abs().max() < 1e-5 * wanted.abs().max()
+
+
+@pytest.mark.parametrize("size", [1e31, 1e33, 1e35, 1e37, 1e38])
+@pytest.mark.parametrize("weighting", ["none", "rms"])
+@pytest.mark.parametrize("rank", [1, 16])
+def test_what_is_too_large_is_flagged_and_what_is_not_arrives(size, weighting, rank, kernels):
+    codec, x = make_codec({**BALANCED, "rank": rank, "weighting": weighting}, kernels=kernels), torch.ones(1, 128, 256)
+    state, waits = codec.new_state(1, 128, 256), x * size
+    for _ in range(3):
+        packets = codec.encode_with_residual(torch.zeros_like(x), waits, state)
+        assert waits.isfinite().all()
+        if non_finite(packets).any():
+            assert torch.equal(waits, x * size)
+            return
+    assert (waits / size).norm() < 0.01 * x.norm()
+
+
+def test_a_nan_in_the_state_is_flagged(kernels):
+    codec, x = make_codec({**BALANCED, "rank": 4}, kernels=kernels), normal(1, 64, 96)
+    state = codec.new_state(1, 64, 96)
+    codec.encode(x, state)
+    state.tensors["q"][0, 0, 5] = torch.nan
+    assert non_finite(codec.encode(x, state)).all()
+
+
+@pytest.mark.parametrize("rest", [None, "int2"])
+def test_another_default_device_changes_nothing(rest, kernels):
+    codec, x = make_codec({**BALANCED, "rank": 4, "rest": rest}, kernels=kernels), normal(1, 64, 96)
+    wanted = codec.encode(x, codec.new_state(1, 64, 96))
+    with torch.device("meta"):
+        packets = codec.encode(x, codec.new_state(1, 64, 96))
+    assert torch.equal(packets, wanted)
 
 
 def test_the_largest_rank_decodes_as_its_description_says(kernels):
