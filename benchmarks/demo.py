@@ -322,7 +322,9 @@ def conclusion(records: list[Record], *, is_timed: bool) -> list[str]:
     theirs = [one for one in records if one["params"]["way"].startswith("DeepSpeed")]
     best = min(theirs, key=lambda one: float(one["step_s"]))
     gap = ours["valid_loss"] / best["valid_loss"] - 1
-    loss = f"Its validation loss after {ours['params']['steps']} steps of one seed, over that row's: {gap:+.2%}."
+    than = "lower" if gap < 0 else "higher"
+    steps = ours["params"]["steps"]
+    loss = f"After {steps} steps of one seed, its validation loss is {abs(gap):.2%} {than} than in that row."
     if not is_timed:
         return ["Step times say nothing here.", loss]
     return [f"{OURS} is {best['step_s'] / ours['step_s']:.1f} times as fast as {best['params']['way']}.", loss]

@@ -22,7 +22,7 @@ def test_the_demo_compares_all_ways_and_shows_the_record(tmp_path: Path) -> None
     for way in ("EP over both datacentres", "EP inside each datacentre", "ds_hybridep", "a job per"):
         assert way in said
     assert "MB sent per step, 4 ranks together" in said
-    assert "of one seed, over that row's: " in said.splitlines()[-1]
+    assert "of one seed, its validation loss is " in said.splitlines()[-1]
     assert "A run with ds_hybridep" in (tmp_path / "report.html").read_text()
 
 
@@ -43,7 +43,7 @@ def test_the_speed_up_is_over_the_best_row_and_its_loss_is_beside_it(monkeypatch
     assert said[0] == "4 ranks in 2 datacentres joined by 50mbit; 25 steps from scratch, one seed"
     assert said[-2:] == [
         "ds_hybridep is 4.0 times as fast as DeepSpeed, EP inside each datacentre.",
-        "Its validation loss after 25 steps of one seed, over that row's: +1.00%.",
+        "After 25 steps of one seed, its validation loss is 1.00% higher than in that row.",
     ]
     assert max(map(len, said)) <= 100
     other = said_of(monkeypatch, (1.0, 2.0, 0.5), "50mbit")
