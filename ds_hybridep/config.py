@@ -345,8 +345,8 @@ def parse_config(block: Mapping[str, Any], *, world_size: int, base_dir: str | P
     """
     given, source = dict(block) if isinstance(block, Mapping) else block, ""
     if isinstance(block, Mapping) and isinstance(block.get("levels"), str):
-        path, levels = _read_cluster_file(block["levels"], base_dir)
-        given, source = {**block, "levels": levels}, f"cluster file {path}: "
+        path, content = read_cluster_file(block["levels"], base_dir)
+        given, source = {**block, "levels": content["levels"]}, f"cluster file {path}: "
     elif isinstance(block, Mapping) and block.get("sites") is not None and "levels" not in block:
         # Inside a site DeepSpeed does everything, as without this package.
         inside = [{"name": "rank", "size": world_size}]
@@ -358,8 +358,11 @@ def parse_config(block: Mapping[str, Any], *, world_size: int, base_dir: str | P
     raise ConfigError(source + message if message.startswith("hybridep.levels") else message)
 
 
-def _read_cluster_file(name: str, base_dir: str | Path) -> tuple[Path, object]:
-    """The path of a cluster file and its levels, not checked yet.  Raises ConfigError that names the file."""
+def read_cluster_file(name: str, base_dir: str | Path = ".") -> tuple[Path, Mapping[str, Any]]:
+    """The path of a cluster file and its keys, `levels` and perhaps `device`, not checked yet.
+
+    Raises ConfigError that names the file.
+    """
     # Unlike Path.is_file, os.path.isfile is False for names that no file can have.
     path = next((path for path in (Path(base_dir) / name, Path(name)) if os.path.isfile(path)), None)
     if path is None:
@@ -377,12 +380,12 @@ def _read_cluster_file(name: str, base_dir: str | Path) -> tuple[Path, object]:
     if not isinstance(content, Mapping) or "levels" not in content:
         raise ConfigError(f"cluster file {path} has no key levels at its top; move the list of levels under it")
     for key in content:
-        if key != "levels":
+        if key not in ("levels", "device"):
             raise ConfigError(
-                f"cluster file {path}: {shown(key)} is not a known key; it may hold levels only, so move other "
-                f"settings to the hybridep block"
+                f"cluster file {path}: {shown(key)} is not a known key; it may hold levels and device only, so move "
+                f"other settings to the hybridep block"
             )
-    return path, content["levels"]
+    return path, content
 
 
 def parser_of(name: str, what: str) -> Callable[[str], object]:

@@ -1,16 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The `probe` subcommand: measures the links between the ranks of a job and writes a cluster file."""
+"""The `probe` subcommand: measures links between ranks, and their devices, and writes a cluster file."""
 
 import argparse
 import json
 import os
 import re
 import sys
-from dataclasses import replace
+from dataclasses import astuple, replace
 from pathlib import Path
 
 from ds_hybridep.errors import ConfigError
 from ds_hybridep.geometry.cluster import Cluster, Level, LinkSpeed
+from ds_hybridep.plan.codec_costs import DeviceRates
 from ds_hybridep.plan.paste import level_settings
 
 LIMIT_S = 10.0
@@ -21,10 +22,11 @@ GAIN = 1.25  # other connections are kept if they are faster by more than this f
 TIMEOUT_S = 120.0
 LEVEL = re.compile(r"(?:([A-Za-z_]\w*)=)?([1-9]\d*)")
 
-HELP = "measure the links between ranks and write a cluster file"
+HELP = "measure links between ranks, and their devices, and write a cluster file"
 DESCRIPTION = """\
-Measures latency and bandwidth of every level, and writes them as a cluster file, which `ds_hybridep plan --cluster`
-and "levels" in the hybridep block read. Start it as a training script is started, one process per rank.
+Measures latency and bandwidth of every level, and how fast the ranks' devices are at what codecs do: GPUs, if there
+are any. Writes a cluster file, which `ds_hybridep plan --cluster` and "levels" in the hybridep block read. Start it as
+a training script is started, one process per rank.
 """
 EXAMPLE = """\
 examples:
@@ -43,6 +45,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    import torch
+
+    from ds_hybridep.adaptive.device import measure_device
     from ds_hybridep.adaptive.probe import LinkProbe, probe_links
     from ds_hybridep.link import LinkOptions
     from ds_hybridep.transport.agreement import agree
@@ -61,6 +66,9 @@ def run(args: argparse.Namespace) -> int:
         _say(transport.rank, f"measuring {', '.join(levels)}")
         probe = LinkProbe(transport)
         found = probe_links(probe, limit_s=LIMIT_S)
+        device = torch.device("cuda", args.local_rank) if torch.cuda.is_available() else torch.device("cpu")
+        rates = measure_device(device)
+        slowest = [min(of_all) for of_all in zip(*probe.table([*astuple(rates)]), strict=True)]
         has_bbr = all(answer for (answer,) in probe.table([not LinkOptions(congestion_control=BBR).why_refused()]))
         transport.close()
         # Measure long links again with other connections, which carry more where frames get lost.
@@ -73,10 +81,11 @@ def run(args: argparse.Namespace) -> int:
                 found = better_of(found, probe_links(LinkProbe(transport), limit_s=LIMIT_S))
                 transport.close()
         if transport.rank == 0:
-            print(cluster_file(found), end="", flush=True)
+            text = cluster_file(found, DeviceRates(*slowest))
+            print(text, end="", flush=True)
             if args.out is not None:
                 args.out.parent.mkdir(parents=True, exist_ok=True)
-                args.out.write_text(cluster_file(found), encoding="utf-8")
+                args.out.write_text(text, encoding="utf-8")
     finally:
         leave_job()
     return 0
@@ -119,9 +128,14 @@ def read_levels(text: str) -> Cluster:
     return Cluster(tuple(levels))
 
 
-def cluster_file(cluster: Cluster) -> str:
-    """The text of a cluster file: the levels and their links as JSON, which is also YAML.
+def cluster_file(cluster: Cluster, device: DeviceRates) -> str:
+    """The text of a cluster file: the levels and their links, and the slowest device, as JSON, which is also YAML.
 
-    Rates are of one child's uplink in one direction, headers included.
+    Rates of links are of one child's uplink in one direction, headers included.
     """
-    return json.dumps({"levels": [level_settings(level) for level in cluster.levels]}, indent=2) + "\n"
+    of_device = {
+        "memory_gb_per_s": round(device.memory_bytes_per_s / 1e9, 3),
+        "product_tflops": round(device.product_flops_per_s / 1e12, 6),
+    }
+    levels = [level_settings(level) for level in cluster.levels]
+    return json.dumps({"levels": levels, "device": of_device}, indent=2) + "\n"

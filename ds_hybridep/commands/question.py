@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ds_hybridep.config import parse_config
+from ds_hybridep.config import parse_config, read_cluster_file
 from ds_hybridep.config_codecs import PATCH, CodecConfig, recommended_codecs
 from ds_hybridep.errors import ConfigError
 from ds_hybridep.geometry.cluster import BITS_PER_BYTE, Cluster, Level, LinkSpeed
@@ -17,7 +17,13 @@ from ds_hybridep.geometry.slots import part_of
 from ds_hybridep.lab.topology import parse_duration, parse_number
 from ds_hybridep.plan.adapters import WHERE, with_adapters
 from ds_hybridep.plan.choices import skewed_loads
-from ds_hybridep.plan.codec_costs import DEFAULT_ADAPTER_RATE, DEFAULT_LEARNING_RATE, codec_cost, patch_cost
+from ds_hybridep.plan.codec_costs import (
+    DEFAULT_ADAPTER_RATE,
+    DEFAULT_LEARNING_RATE,
+    DeviceRates,
+    codec_cost,
+    patch_cost,
+)
 from ds_hybridep.plan.costs import expert_parts
 from ds_hybridep.plan.machines import (
     DEFAULT_GPU,
@@ -25,7 +31,7 @@ from ds_hybridep.plan.machines import (
     GPUS_OF_MACHINE,
     HOST_MEMORY_BYTES,
     NETWORK_BYTES_PER_S,
-    codec_on,
+    codec_rates_of,
     default_link_bytes_per_s,
     gpu_of,
 )
@@ -277,6 +283,23 @@ def read_workload(args: argparse.Namespace, content: Mapping[str, Any], model: M
     )
 
 
+def read_device_rates(args: argparse.Namespace) -> DeviceRates:
+    """What codecs reach: as `ds_hybridep probe` has measured it, if the cluster file has it, else by --gpu."""
+    device = None if args.cluster is None else read_cluster_file(str(args.cluster))[1].get("device")
+    if device is None:
+        return codec_rates_of(gpu_of(args.gpu))
+    try:
+        found = DeviceRates(1e9 * device["memory_gb_per_s"], 1e12 * device["product_tflops"])
+        if not min(found.memory_bytes_per_s, found.product_flops_per_s) > 0:
+            raise ValueError
+    except (KeyError, TypeError, ValueError) as error:
+        raise ConfigError(
+            f"--cluster: device in {args.cluster} is {device!r}, wanted memory_gb_per_s and product_tflops above 0, "
+            f"as `ds_hybridep probe` writes them; remove it to take those of --gpu"
+        ) from error
+    return found
+
+
 def read_codecs(args: argparse.Namespace, workload: Workload) -> tuple[CodecCosts, ...]:
     """Sets of codecs to try at each level: exact, and by default recommended."""
     if args.codecs == EXACT:
@@ -284,12 +307,12 @@ def read_codecs(args: argparse.Namespace, workload: Workload) -> tuple[CodecCost
     wanted = recommended_codecs(workload.param_bytes)
     experts = expert_parts(workload, 1)
     dense = tuple(map(part_of, workload.dense_tensors))
-    gpu = gpu_of(args.gpu)
+    rates = read_device_rates(args)
 
     def cost(codec: CodecConfig, parts: tuple[Part, ...]) -> CodecCost:
         if codec == PATCH:
-            return codec_on(gpu, patch_cost(workload.learning_rate))
-        return codec_on(gpu, codec_cost(codec.model_dump(), parts, workload.param_bytes))
+            return patch_cost(workload.learning_rate, rates)
+        return codec_cost(codec.model_dump(), parts, workload.param_bytes, rates)
 
     recommended = LevelCodecs(
         weight=cost(wanted.weight, experts),

@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Costs of codecs without measurements: exact bytes, a table for patches, and estimated seconds on a GPU.
 
-The estimate has not been compared with a GPU.  It is the larger of two times: memory traffic at half the bandwidth of
-an H100, and the matrix products of low rank at half its rate for fp32.
+The estimate has not been compared with a GPU.  It is the larger of two times: memory traffic, and the matrix products
+of low rank.  Rates of a device are half of its data sheet's, or what `ds_hybridep probe` has measured.
 """
 
 import math
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from ds_hybridep.errors import PlanError
@@ -23,8 +24,6 @@ from ds_hybridep.geometry.packets import (
 from ds_hybridep.geometry.row_format import RowFormat, record_bytes
 from ds_hybridep.plan.rates import IDENTITY, CodecCost
 
-MEMORY_BYTES_PER_S = 0.5 * 3.35e12
-PRODUCT_FLOPS_PER_S = 0.5 * 67e12
 PATCHED_BYTES = 2  # bytes of a weight that a patch changes
 
 # (learning rate of AdamW, bits of a 16-bit weight over bits of its patch).  The bits of a patch are the entropy of the
@@ -44,6 +43,17 @@ PATCH_ENCODE_TRAFFIC = 8 * PATCHED_BYTES
 PATCH_DECODE_TRAFFIC = 4 * PATCHED_BYTES
 
 
+@dataclass(frozen=True)
+class DeviceRates:
+    """What a device reaches in codecs: bytes per second of its memory, operations per second of fp32 products."""
+
+    memory_bytes_per_s: float
+    product_flops_per_s: float
+
+
+H100_RATES = DeviceRates(0.5 * 3.35e12, 0.5 * 67e12)
+
+
 def patch_ratio(learning_rate: float) -> float:
     """Bytes of 16-bit weights over bytes of their patch after one optimizer step, from a table.
 
@@ -60,18 +70,20 @@ def patch_ratio(learning_rate: float) -> float:
     return max(float(first * (last / first) ** share), 1.0)
 
 
-def patch_cost(learning_rate: float) -> CodecCost:
+def patch_cost(learning_rate: float, rates: DeviceRates = H100_RATES) -> CodecCost:
     """Cost of patches of 16-bit weights that AdamW trains at this learning rate."""
     return CodecCost(
         "patch",
-        encode_bytes_per_s=MEMORY_BYTES_PER_S * PATCHED_BYTES / PATCH_ENCODE_TRAFFIC,
-        decode_bytes_per_s=MEMORY_BYTES_PER_S * PATCHED_BYTES / PATCH_DECODE_TRAFFIC,
+        encode_bytes_per_s=rates.memory_bytes_per_s * PATCHED_BYTES / PATCH_ENCODE_TRAFFIC,
+        decode_bytes_per_s=rates.memory_bytes_per_s * PATCHED_BYTES / PATCH_DECODE_TRAFFIC,
         is_lossy=False,
         packets=PatchSizes(8 * PATCHED_BYTES / patch_ratio(learning_rate)),
     )
 
 
-def codec_cost(settings: Mapping[str, Any], parts: Iterable[Part], element_bytes: int) -> CodecCost:
+def codec_cost(
+    settings: Mapping[str, Any], parts: Iterable[Part], element_bytes: int, rates: DeviceRates = H100_RATES
+) -> CodecCost:
     """Cost of tensors like `parts`; without a codec, an element takes `element_bytes`.
 
     settings: settings of a codec in a "hybridep" block, with all defaults; a patch is not allowed.
@@ -80,7 +92,7 @@ def codec_cost(settings: Mapping[str, Any], parts: Iterable[Part], element_bytes
     encode_s = decode_s = 0.0
     num_bytes = 0
     for part in parts:
-        times = _seconds_per_element(packets, part)
+        times = _seconds_per_element(packets, part, rates)
         encode_s += part_elements(part) * times[0]
         decode_s += part_elements(part) * times[1]
         num_bytes += part_elements(part) * element_bytes
@@ -99,17 +111,17 @@ def token_codec(row_format: RowFormat | None, hidden: int, element_bytes: int) -
     return CodecCost(row_format, ratio=hidden * element_bytes / record_bytes(hidden))
 
 
-def _seconds_per_element(packets: Packets, part: Part) -> tuple[float, float]:
+def _seconds_per_element(packets: Packets, part: Part, rates: DeviceRates) -> tuple[float, float]:
     """Seconds per element to encode and to decode."""
     _, rows, cols = part
     if not isinstance(packets, LowRankSizes) or packets.is_left_to_fallback(rows, cols):
-        return ENCODE_TRAFFIC / MEMORY_BYTES_PER_S, DECODE_TRAFFIC / MEMORY_BYTES_PER_S
+        return ENCODE_TRAFFIC / rates.memory_bytes_per_s, DECODE_TRAFFIC / rates.memory_bytes_per_s
     encode_traffic, decode_traffic = LOW_RANK_ENCODE_TRAFFIC, LOW_RANK_DECODE_TRAFFIC
     if packets.rest is not None:
         encode_traffic += ENCODE_TRAFFIC
         decode_traffic += DECODE_TRAFFIC
-    product_s = 2 * packets.effective_rank(rows, cols) / PRODUCT_FLOPS_PER_S  # of the matrix and one factor
+    product_s = 2 * packets.effective_rank(rows, cols) / rates.product_flops_per_s  # of the matrix and one factor
     return (
-        max(encode_traffic / MEMORY_BYTES_PER_S, LOW_RANK_ENCODE_PRODUCTS * product_s),
-        max(decode_traffic / MEMORY_BYTES_PER_S, LOW_RANK_DECODE_PRODUCTS * product_s),
+        max(encode_traffic / rates.memory_bytes_per_s, LOW_RANK_ENCODE_PRODUCTS * product_s),
+        max(decode_traffic / rates.memory_bytes_per_s, LOW_RANK_DECODE_PRODUCTS * product_s),
     )

@@ -4,10 +4,10 @@
 Nothing here was measured.  A product reaches `mfu` of the peak; see `plan --mfu`.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from ds_hybridep.errors import PlanError
-from ds_hybridep.plan.rates import IDENTITY, CodecCost
+from ds_hybridep.plan.codec_costs import H100_RATES, DeviceRates
 
 GPUS_OF_MACHINE = 8  # a datacentre with more GPUs has several machines
 NETWORK_BYTES_PER_S = 400e9 / 8  # of each GPU, between the machines of a datacentre: one adapter of 400 Gbit/s
@@ -74,11 +74,7 @@ def default_link_bytes_per_s(gpu: GPU, gpus_of_datacentre: int) -> float:
     return min(gpu.link_bytes_per_s, NETWORK_BYTES_PER_S)
 
 
-def codec_on(gpu: GPU, cost: CodecCost) -> CodecCost:
-    """The cost of a codec, which is known for an H100, on another GPU: in proportion to the rate of its memory."""
-    if cost == IDENTITY:
-        return cost
+def codec_rates_of(gpu: GPU) -> DeviceRates:
+    """What codecs reach on a GPU: what is assumed of an H100, in proportion to the rate of its memory."""
     ratio = gpu.memory_bytes_per_s / GPUS[DEFAULT_GPU].memory_bytes_per_s
-    return replace(
-        cost, encode_bytes_per_s=ratio * cost.encode_bytes_per_s, decode_bytes_per_s=ratio * cost.decode_bytes_per_s
-    )
+    return DeviceRates(ratio * H100_RATES.memory_bytes_per_s, ratio * H100_RATES.product_flops_per_s)

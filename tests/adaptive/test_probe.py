@@ -7,15 +7,18 @@ from dataclasses import replace
 from unittest import mock
 
 import pytest
+import torch
 import yaml
 from process_pool import ProcessPool
 from torch import distributed as dist
 
+from ds_hybridep.adaptive.device import measure_device
 from ds_hybridep.adaptive.probe import REPETITIONS, SHORT_S, WIRE_FACTOR, LinkProbe, probe_links
 from ds_hybridep.commands.probe import better_of, cluster_file, read_levels, with_connections
 from ds_hybridep.config import parse_config
 from ds_hybridep.errors import ConfigError
 from ds_hybridep.geometry.cluster import Cluster, Level, LinkSpeed
+from ds_hybridep.plan.codec_costs import DeviceRates
 
 SIZES = [(2, 2), (4, 1), (1, 4), (2, 1, 2)]
 
@@ -142,13 +145,22 @@ def test_a_link_is_another_one_only_where_no_burst_is_about_as_fast_as_before():
 
 
 FOUND = Cluster((Level("dc", 2, LinkSpeed(12_500_000.0, 0.01)), Level("gpu", 1)))
+DEVICE = DeviceRates(1.675e12, 33.5e12)
+
+
+def test_a_device_has_rates():
+    found = measure_device(torch.device("cpu"))
+    assert 1e6 < found.memory_bytes_per_s < 1e13
+    assert 1e6 < found.product_flops_per_s < 1e15
 
 
 @pytest.mark.parametrize(("name", "load"), [("cluster.yaml", yaml.safe_load), ("cluster.json", json.loads)])
 def test_the_file_is_a_cluster_file(tmp_path, name, load):
     path = tmp_path / name
-    path.write_text(cluster_file(FOUND))
-    assert list(load(path.read_text())) == ["levels"]
+    path.write_text(cluster_file(FOUND, DEVICE))
+    written = load(path.read_text())
+    assert list(written) == ["levels", "device"]
+    assert written["device"] == {"memory_gb_per_s": 1675.0, "product_tflops": 33.5}
     config = parse_config({"levels": name}, world_size=2, base_dir=tmp_path)
     assert [(level.name, level.size) for level in config.levels] == [("dc", 2), ("gpu", 1)]
     assert config.levels[0].bandwidth_gbps == 0.1
@@ -166,7 +178,7 @@ def test_other_connections_are_chosen_for_long_links_that_gain_by_them(tmp_path,
     chosen = better_of(Cluster((long, short)), fast)
     assert chosen == fast
     assert better_of(Cluster((long, short)), tried) == Cluster((long, short))  # no faster
-    (tmp_path / "cluster.json").write_text(cluster_file(chosen))
+    (tmp_path / "cluster.json").write_text(cluster_file(chosen, DEVICE))
     config = parse_config({"levels": "cluster.json"}, world_size=4, base_dir=tmp_path)
     assert config.cluster() == fast
 

@@ -2,18 +2,20 @@
 """What is trained, what it costs, and on which GPU: sums by hand beside the model's."""
 
 import argparse
+import json
 from dataclasses import replace
 
 import pytest
 
 from ds_hybridep.commands.question import add_arguments, read_question
+from ds_hybridep.errors import ConfigError
 from ds_hybridep.plan.adapters import with_adapters
-from ds_hybridep.plan.machines import GPUS, codec_on, gpu_of
+from ds_hybridep.plan.codec_costs import H100_RATES
+from ds_hybridep.plan.machines import GPUS, codec_rates_of, gpu_of
 from ds_hybridep.plan.model_families import AUTOEP_PRESETS
 from ds_hybridep.plan.model_sizes import model_from_mapping
 from ds_hybridep.plan.models import read_model_file
 from ds_hybridep.plan.paste import adapters_of
-from ds_hybridep.plan.rates import IDENTITY, CodecCost
 from ds_hybridep.plan.rivals import without_domains
 from ds_hybridep.plan.workload import Workload
 
@@ -136,7 +138,23 @@ def test_a_gpu_brings_its_rate_its_memory_and_its_link():
 
 
 def test_codecs_follow_the_memory_of_a_gpu():
-    cost = CodecCost("int8", encode_bytes_per_s=3.35e11, decode_bytes_per_s=6.7e11)
-    assert codec_on(gpu_of("H100"), cost) == cost
-    assert codec_on(gpu_of("rtx 4090"), cost).encode_bytes_per_s == pytest.approx(1.008e11)
-    assert codec_on(gpu_of("L40S"), IDENTITY) == IDENTITY
+    assert codec_rates_of(gpu_of("H100")) == H100_RATES
+    found = codec_rates_of(gpu_of("rtx 4090"))
+    assert found.memory_bytes_per_s == pytest.approx(0.504e12)
+    assert found.product_flops_per_s / H100_RATES.product_flops_per_s == pytest.approx(1.008 / 3.35)
+
+
+def test_codecs_cost_what_a_probe_has_measured(tmp_path):
+    def seconds(device):
+        content = {"levels": [{"name": "dc", "size": 2, "bandwidth_gbps": 1}, {"name": "gpu", "size": 8}]}
+        (tmp_path / "cluster.json").write_text(json.dumps(content | device))
+        parser = argparse.ArgumentParser()
+        add_arguments(parser)
+        arguments = ["--model", "Qwen3-30B-A3B", "--cluster", str(tmp_path / "cluster.json"), "--lan", "100gbps"]
+        question = read_question(parser.parse_args([*arguments, "--delay", "0ms"]))
+        return 1 / question.codecs[1].gradient.encode_bytes_per_s
+
+    usual, slow = seconds({}), seconds({"device": {"memory_gb_per_s": 16.75, "product_tflops": 0.335}})
+    assert slow == pytest.approx(100 * usual)
+    with pytest.raises(ConfigError, match=r"device in .*cluster.json is .*'memory_gb_per_s': 0.*above 0, as"):
+        seconds({"device": {"memory_gb_per_s": 0, "product_tflops": 1}})
