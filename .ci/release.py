@@ -3,7 +3,7 @@
 
     make release
 
-The version is in ds_hybridep/version.py.  A person makes the tag, for instance `git tag -a v0.1.0`.
+The version is in ds_hybridep/version.py.  A person makes the tag, for instance `git tag -a v0.2.0`.
 """
 
 import importlib.util
