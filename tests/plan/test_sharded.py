@@ -90,7 +90,7 @@ def test_micro_batches_are_as_large_as_fit():
     """Nobody keeps micro-batches that do not fit: a step has the same tokens in more micro-steps."""
     workload = replace(WORKLOAD, tokens_per_rank=8000, sequence_tokens=1000)
     question = Question(cluster=CLUSTER, workload=workload, rates=Rates(flops_per_s=FLOPS))
-    free = next(way for way in alternatives(question) if "inside each dc, gradients" in way.name)
+    free = next(way for way in alternatives(question) if "HYBRID_SHARD" in way.name)
     tight = replace(question, memory_bytes=free.memory_bytes - 1e6)
     found = next(way for way in alternatives(tight) if way.name == free.name)
     assert not found.lacking_bytes

@@ -82,7 +82,7 @@ def test_zero_3_is_refused():
 
 
 def test_model_files_that_cannot_be_read_are_named(tmp_path):
-    with pytest.raises(PlanError, match="--model: qwen4 is no ready model .* ready are DeepSeek-V3, Mixtral"):
+    with pytest.raises(PlanError, match="--model: qwen4 is no ready model .* Ready are DeepSeek-V3, Mixtral"):
         read_model_file("qwen4")
     (tmp_path / "bad.json").write_text("{")
     with pytest.raises(PlanError, match="cannot be parsed"):
