@@ -9,6 +9,7 @@ import copy
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor, nn
@@ -137,7 +138,7 @@ class OwnSlot:
 
     # -- parameters ----------------------------------------------------------------------------------------------
 
-    @property
+    @cached_property  # asked 200 times a step
     def is_partitioned(self) -> bool:
         """True if ZeRO-3 keeps only a part of each owned expert here; then experts compute with the slot."""
         return any(hasattr(parameter, "ds_id") for parameter in self.experts[0].parameters())
@@ -169,11 +170,14 @@ class OwnSlot:
         These are the optimizer's fp32 masters if they are here; otherwise the parameters, or under ZeRO-3 the slot.
         Masters are better because the rounding noise of a bf16 weight does not compress.
         """
-        return [self._source(piece) for piece in self._layout.trainable]
+        named = [dict(expert.named_parameters()) for expert in self.experts]  # once, as it is slow
+        held = self.by_name() if self.is_partitioned else named
+        return [
+            self._source(piece, [one[piece.name] for one in named], [one[piece.name] for one in held])
+            for piece in self._layout.trainable
+        ]
 
-    def _source(self, piece: ParameterSlice) -> Tensor:
-        parameters = [dict(expert.named_parameters())[piece.name] for expert in self.experts]
-        held: list[Tensor] = [weights[piece.name] for weights in self.by_name()]
+    def _source(self, piece: ParameterSlice, parameters: Sequence[nn.Parameter], held: Sequence[Tensor]) -> Tensor:
         if held[0].dtype != torch.float32:  # an fp32 weight is as exact as its master
             masters = [master for parameter in parameters if (master := self._master_of(parameter)) is not None]
             held = masters if len(masters) == len(parameters) else held
