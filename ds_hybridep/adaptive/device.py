@@ -7,7 +7,8 @@ from collections.abc import Callable
 
 import torch
 
-from ds_hybridep.plan.codec_costs import FP32_BYTES, DeviceRates
+from ds_hybridep.geometry.packets import FP32_BYTES
+from ds_hybridep.plan.codec_costs import DeviceRates
 
 NUM_ELEMENTS = 2**24  # of a tensor that is copied: more than caches hold
 MATRICES, ROWS, COLS, RANK = 8, 2048, 768, 36  # experts of Qwen3-30B-A3B at the recommended ratio

@@ -11,9 +11,8 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from torch.utils import cpp_extension
-
 from ds_hybridep.op_builder import HybridEPBuilder
+from torch.utils import cpp_extension
 
 ARCHITECTURES = ("sm_80", "sm_90", "sm_100")
 ON_PATH = shutil.which("nvcc") or ""
