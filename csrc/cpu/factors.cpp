@@ -229,8 +229,8 @@ void quantise(const float* v, const float* weight, const float* gram, int64_t ra
 struct Scratch {
     explicit Scratch(const FactorShape& s)
         : y(s.rows * s.cols), p(s.rank * s.rows), q(s.rank * s.cols), mixed_p(p.size()), mixed_q(q.size()),
-          gram(s.rank * s.rank), factor(gram.size()), size(s.rank), row_weight(s.rows), col_weight(s.cols), inverse(s.cols),
-          row_squares(s.rows), col_squares(s.cols), row_rms(s.rows), col_rms(s.cols), row_codes(s.rows),
+          gram(s.rank * s.rank), factor(gram.size()), size(s.rank), row_weight(s.rows), col_weight(s.cols),
+          inverse(s.cols), row_squares(s.rows), col_squares(s.cols), row_rms(s.rows), col_rms(s.cols), row_codes(s.rows),
           col_codes(s.cols) {}
 
     std::vector<float> y, p, q, mixed_p, mixed_q, gram, factor, size, row_weight, col_weight, inverse;

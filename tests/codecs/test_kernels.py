@@ -5,6 +5,7 @@
 """
 
 from functools import partial
+from itertools import product
 
 import pytest
 import torch
@@ -220,13 +221,12 @@ def test_kernels_stay_inside_their_scratch(compiled_codecs, monkeypatch):
         return taken[-1][:number]
 
     monkeypatch.setattr(codecs_module, "_bytes", guarded)
-    shape = (2, 61, 70)
-    for spec in SPECS.values():
+    for spec, shape in product(SPECS.values(), [(2, 61, 70), (1, 400, 400)]):  # the second is large for low rank
         codec, x = make_codec(spec, kernels="compiled"), normal(*shape)
         codec.decode(codec.encode_with_residual(x, normal(*shape), codec.new_state(*shape)), x)
     new, held, payload = normal(5001).bfloat16(), normal(5001, seed=1).bfloat16(), torch.empty(11_000).byte()
     num_bytes, _ = compiled_codecs.patch_encode(new, held.clone(), payload, mantissa_bits=7)
     compiled_codecs.patch_decode(payload[:num_bytes], held, mantissa_bits=7)
     assert torch.equal(held, new)
-    assert len(taken) > 15
+    assert len(taken) > 20
     assert all((memory[-GUARD_BYTES:] == 0xA5).all() for memory in taken)
