@@ -353,30 +353,42 @@ using hybridep::flags_scratch_bytes, hybridep::patch_decode_scratch_bytes, hybri
 
 #else
 
-hybridep::FactorShape to_factor_shape(int64_t n, int64_t rows, int64_t cols, int64_t rank, int64_t bytes,
-                                      int num_threads) {
+hybridep::FactorShape to_factor_shape(int64_t n, int64_t rows, int64_t cols, int64_t rank, int64_t factors_bytes,
+                                      int rest_bits, int64_t rest_block, int num_threads, int64_t bytes) {
     require_sizes({n, rows - 1, cols - 1, rank - 1});
-    const int64_t wanted = (rank * (rows + cols) + 1) / 2 + 4 + rows + cols;
-    if (bytes < wanted) {
-        throw py::value_error("payload: got " + std::to_string(bytes) + " bytes, wanted " + std::to_string(wanted));
+    int64_t of_rest = 0;
+    if (rest_bits) {
+        require_block(rest_block);
+        require_bits(rest_bits);
+        of_rest = 2 * ((rows * cols + rest_block - 1) / rest_block) + (rows * cols * rest_bits + 7) / 8;
     }
-    return {n, rows, cols, rank, num_threads};
+    const int64_t of_factors = (rank * (rows + cols) + 1) / 2 + 4 + rows + cols;
+    if (factors_bytes < of_factors || bytes < factors_bytes + of_rest) {
+        throw py::value_error("payload: got " + std::to_string(factors_bytes) + " of " + std::to_string(bytes) +
+                              " bytes for factors, wanted " + std::to_string(of_factors) + ", and " +
+                              std::to_string(of_rest) + " for the rest");
+    }
+    return {n, rows, cols, rank, factors_bytes, rest_bits, rest_block, num_threads};
 }
 
-void encode_factors(int source, Address a, Address other, Address sizes, Address start, Address mix, int64_t n,
-                    int64_t rows, int64_t cols, int64_t rank, int num_threads, Address q, Address row_rms,
-                    Address col_rms, Address payload, int64_t stride, int64_t bytes, Address is_bad) {
-    const hybridep::FactorShape shape = to_factor_shape(n, rows, cols, rank, bytes, num_threads);
-    hybridep::encode_factors(to_input(source, a, other, n, rows * cols), at<const float>(sizes),
-                             at<const float>(start), at<const float>(mix), shape,
+void encode_factors(int source, Address a, Address other, Address start, Address mix, int64_t n, int64_t rows,
+                    int64_t cols, int64_t rank, int64_t factors_bytes, int rest_bits, int64_t rest_block,
+                    int num_threads, Address q, Address row_rms, Address col_rms, Address payload, int64_t stride,
+                    int64_t bytes, Address is_bad) {
+    const hybridep::FactorShape shape =
+        to_factor_shape(n, rows, cols, rank, factors_bytes, rest_bits, rest_block, num_threads, bytes);
+    hybridep::encode_factors(to_input(source, a, other, n, rows * cols), at<const float>(start),
+                             at<const float>(mix), shape,
                              {at<float>(q), at<float>(row_rms), at<float>(col_rms)},
                              to_payloads(payload, stride, bytes), at<uint8_t>(is_bad));
 }
 
 void decode_factors(Address payload, int64_t stride, int64_t bytes, int64_t n, int64_t rows, int64_t cols,
-                    int64_t rank, int num_threads, bool is_add, Address out) {
-    hybridep::decode_factors(to_payloads(payload, stride, bytes),
-                             to_factor_shape(n, rows, cols, rank, bytes, num_threads), is_add, at<float>(out));
+                    int64_t rank, int64_t factors_bytes, int rest_bits, int64_t rest_block, int num_threads,
+                    bool is_add, Address out) {
+    const hybridep::FactorShape shape =
+        to_factor_shape(n, rows, cols, rank, factors_bytes, rest_bits, rest_block, num_threads, bytes);
+    hybridep::decode_factors(to_payloads(payload, stride, bytes), shape, is_add, at<float>(out));
 }
 
 int64_t flags_scratch_bytes(int64_t) { return 0; }

@@ -25,6 +25,9 @@ constexpr float kSmallestRowScale = 0x1p-98f, kSmallestColScale = 0x1p-28f;
 constexpr int kShift = 19, kLargestByte = 255, kIterations = 2;
 constexpr int32_t kLargestCode = (0x7f800000 >> kShift) - 1;
 constexpr int64_t kBasesBytes = 4, kChunk = 64;
+constexpr int64_t kLanes = 8, kRowsAtOnce = 4;
+
+using Lanes = float __attribute__((vector_size(kLanes * sizeof(float))));
 
 float scale_of_code(int32_t code) { return std::bit_cast<float>(code << kShift); }
 
@@ -46,27 +49,29 @@ float dot(const float* a, const float* b, int64_t count) {
     return sum;
 }
 
-// out [rank, rows] = q [rank, cols] times the transposed y [rows, cols].
-void times_rows(const float* q, const float* y, const FactorShape& s, float* out) {
-    for (int64_t i = 0; i < s.rows; ++i) {
-        const float* row = y + i * s.cols;
-        int64_t r = 0;
-        for (; r + 4 <= s.rank; r += 4) {
-            const float *a = q + r * s.cols, *b = a + s.cols, *c = b + s.cols, *d = c + s.cols;
-            float of_a = 0.0f, of_b = 0.0f, of_c = 0.0f, of_d = 0.0f;
-#pragma omp simd reduction(+ : of_a, of_b, of_c, of_d)
-            for (int64_t j = 0; j < s.cols; ++j) {
-                of_a += a[j] * row[j];
-                of_b += b[j] * row[j];
-                of_c += c[j] * row[j];
-                of_d += d[j] * row[j];
+// out [rank, rows] = q [rank, cols] times the transposed y [rows, cols].  by_col [cols, kLanes] is scratch.
+void times_rows(const float* q, const float* y, const FactorShape& s, float* by_col, float* out) {
+    for (int64_t begin = 0; begin < s.rank; begin += kLanes) {
+        const int64_t count = std::min(kLanes, s.rank - begin);
+        for (int64_t j = 0; j < s.cols; ++j) {
+            for (int64_t r = 0; r < kLanes; ++r) {
+                by_col[j * kLanes + r] = r < count ? q[(begin + r) * s.cols + j] : 0.0f;
             }
-            out[r * s.rows + i] = of_a;
-            out[(r + 1) * s.rows + i] = of_b;
-            out[(r + 2) * s.rows + i] = of_c;
-            out[(r + 3) * s.rows + i] = of_d;
         }
-        for (; r < s.rank; ++r) out[r * s.rows + i] = dot(q + r * s.cols, row, s.cols);
+        for (int64_t i = 0; i < s.rows; i += kRowsAtOnce) {
+            const int64_t rows = std::min(kRowsAtOnce, s.rows - i);
+            const float* row[kRowsAtOnce];
+            for (int64_t a = 0; a < kRowsAtOnce; ++a) row[a] = y + (i + std::min(a, rows - 1)) * s.cols;
+            Lanes sums[kRowsAtOnce] = {};
+            for (int64_t j = 0; j < s.cols; ++j) {
+                Lanes weights;
+                std::memcpy(&weights, by_col + j * kLanes, sizeof(weights));
+                for (int64_t a = 0; a < kRowsAtOnce; ++a) sums[a] += row[a][j] * weights;
+            }
+            for (int64_t a = 0; a < rows; ++a) {
+                for (int64_t r = 0; r < count; ++r) out[(begin + r) * s.rows + i + a] = sums[a][r];
+            }
+        }
     }
 }
 
@@ -225,17 +230,26 @@ void quantise(const float* v, const float* weight, const float* gram, int64_t ra
     }
 }
 
-// What the encoding of a matrix needs beside its arguments.
+// What the encoding of a matrix needs beside its arguments.  A thread keeps it, as making it takes a third of the time.
 struct Scratch {
-    explicit Scratch(const FactorShape& s)
-        : y(s.rows * s.cols), p(s.rank * s.rows), q(s.rank * s.cols), mixed_p(p.size()), mixed_q(q.size()),
-          gram(s.rank * s.rank), factor(gram.size()), size(s.rank), row_weight(s.rows), col_weight(s.cols),
-          inverse(s.cols), row_squares(s.rows), col_squares(s.cols), row_rms(s.rows), col_rms(s.cols), row_codes(s.rows),
-          col_codes(s.cols) {}
+    void fit(const FactorShape& s) {
+        for (auto* one : {&x, &y}) one->resize(s.rows * s.cols);
+        for (auto* one : {&p, &mixed_p}) one->resize(s.rank * s.rows);
+        for (auto* one : {&q, &mixed_q}) one->resize(s.rank * s.cols);
+        for (auto* one : {&gram, &factor}) one->resize(s.rank * s.rank);
+        for (auto* one : {&row_weight, &row_rms}) one->resize(s.rows);
+        for (auto* one : {&col_weight, &col_rms, &inverse}) one->resize(s.cols);
+        size.resize(s.rank);
+        by_col.resize(s.cols * kLanes);
+        row_squares.resize(s.rows);
+        col_squares.resize(s.cols);
+        row_codes.resize(s.rows);
+        col_codes.resize(s.cols);
+    }
 
-    std::vector<float> y, p, q, mixed_p, mixed_q, gram, factor, size, row_weight, col_weight, inverse;
+    std::vector<float> x, y, p, q, mixed_p, mixed_q, gram, factor, size, by_col, inverse;
+    std::vector<float> row_weight, col_weight, row_rms, col_rms;
     std::vector<double> row_squares, col_squares;
-    std::vector<float> row_rms, col_rms;
     std::vector<int32_t> row_codes, col_codes;
 };
 
@@ -286,7 +300,7 @@ void write_payload(const Scratch& w, int32_t largest_row, int32_t largest_col, u
 
 // Returns true if it overflows; the payload is then zeros.
 bool encode_one(const float* x, const float* sizes, const float* start, const float* mix, const FactorShape& s,
-                bool is_bad, const FactorState& state, uint8_t* payload, int64_t bytes, Scratch& w) {
+                bool is_bad, const FactorState& state, uint8_t* payload, Scratch& w) {
     const int64_t rank = s.rank;
     // 1. y = x over the weights of its rows and columns, and over a power of two.
     find_weights(sizes, s, state.row_rms, state.col_rms, w);
@@ -303,7 +317,7 @@ bool encode_one(const float* x, const float* sizes, const float* start, const fl
     }
     // 2. Two steps of power iteration.
     for (int step = 0; step < kIterations; ++step) {
-        times_rows(step ? w.q.data() : start, w.y.data(), s, w.p.data());
+        times_rows(step ? w.q.data() : start, w.y.data(), s, w.by_col.data(), w.p.data());
         gram_of(w.p.data(), rank, s.rows, w.gram.data());
         cholesky(w.gram.data(), rank, kRidge, w.size.data());
         solve_lower(w.gram.data(), rank, s.rows, w.p.data());
@@ -351,10 +365,10 @@ bool encode_one(const float* x, const float* sizes, const float* start, const fl
     // As bits, so that nan counts.
     const float largest_q = std::bit_cast<float>(largest_magnitude_bits(w.q.data(), rank * s.cols));
     if (!std::isfinite(bound + largest_q)) {
-        std::memset(payload, 0, static_cast<size_t>(bytes));
+        std::memset(payload, 0, static_cast<size_t>(s.bytes));
         return true;
     }
-    write_payload(w, largest_row, largest_col, payload, bytes);
+    write_payload(w, largest_row, largest_col, payload, s.bytes);
     if (is_bad) return false;
     if (largest_q > 0.0f) std::copy(w.q.begin(), w.q.end(), state.q);  // nothing can be found from zeros
     if (state.row_rms != nullptr) {
@@ -364,44 +378,53 @@ bool encode_one(const float* x, const float* sizes, const float* start, const fl
     return false;
 }
 
-// What the decoding of a matrix needs beside its arguments.
-struct Read {
-    explicit Read(const FactorShape& s) : odd(s.rank * (s.rows + s.cols)), row_scale(s.rows), col_scale(s.cols) {}
+// What the decoding of a matrix needs beside its arguments; kept like Scratch.
+struct Decoded {
+    void fit(const FactorShape& s) {
+        value.resize(s.rows * s.cols);
+        odd.resize(s.rank * (s.rows + s.cols));
+        row_scale.resize(s.rows);
+        col_scale.resize(s.cols);
+    }
 
-    std::vector<float> odd, row_scale, col_scale;
+    std::vector<float> value, odd, row_scale, col_scale;
 };
 
-// take(place, value, count) gets `count` values of a row, from element `place` of the matrix on.
-template <typename Take>
-void decode_one(const uint8_t* payload, const FactorShape& s, Read& r, const Take& take) {
-    const auto num_codes = static_cast<int64_t>(r.odd.size());
+// d.value [rows, cols] = that of the factors in a payload.
+void decode_one(const uint8_t* payload, const FactorShape& s, Decoded& d) {
+    const auto num_codes = static_cast<int64_t>(d.odd.size());
     for (int64_t place = 0; place < num_codes; ++place) {
         const int32_t code = place % 2 ? payload[place / 2] >> 4 : payload[place / 2] & 15;
-        r.odd[place] = static_cast<float>(2 * code) - kLargest;
+        d.odd[place] = static_cast<float>(2 * code) - kLargest;
     }
     const uint8_t* from = payload + (num_codes + 1) / 2;
     const int32_t row_base = load16(from), col_base = load16(from + 2);
     from += kBasesBytes;
-    for (float& scale : r.row_scale) scale = scale_of_code(*from ? *from + row_base : 0), ++from;
-    for (float& scale : r.col_scale) scale = scale_of_code(*from ? *from + col_base : 0), ++from;
-    const float* q = r.odd.data() + s.rank * s.rows;
+    for (float& scale : d.row_scale) scale = scale_of_code(*from ? *from + row_base : 0), ++from;
+    for (float& scale : d.col_scale) scale = scale_of_code(*from ? *from + col_base : 0), ++from;
+    const float* q = d.odd.data() + s.rank * s.rows;
     for (int64_t row = 0; row < s.rows; ++row) {
         for (int64_t begin = 0; begin < s.cols; begin += kChunk) {
             const int64_t count = std::min(kChunk, s.cols - begin);
             alignas(64) float value[kChunk] = {};
             for (int64_t k = 0; k < s.rank; ++k) {
-                const float weight = r.odd[k * s.rows + row];
+                const float weight = d.odd[k * s.rows + row];
                 const float* levels = q + k * s.cols + begin;
 #pragma omp simd
                 for (int64_t j = 0; j < count; ++j) value[j] += weight * levels[j];
             }
-            const float of_row = r.row_scale[row];
-            const float* of_cols = r.col_scale.data() + begin;
+            const float of_row = d.row_scale[row];
+            const float* of_cols = d.col_scale.data() + begin;
+            float* to = d.value.data() + row * s.cols + begin;
 #pragma omp simd
-            for (int64_t j = 0; j < count; ++j) value[j] = value[j] * of_row * of_cols[j];
-            take(row * s.cols + begin, value, count);
+            for (int64_t j = 0; j < count; ++j) to[j] = value[j] * of_row * of_cols[j];
         }
     }
+}
+
+// The part of a payload that holds what its factors leave out.
+Payloads rest_of(uint8_t* payload, const FactorShape& s, int64_t bytes) {
+    return {payload + s.bytes, bytes - s.bytes, bytes - s.bytes};
 }
 
 FactorState state_of(const FactorState& state, const FactorShape& s, int64_t i) {
@@ -411,35 +434,42 @@ FactorState state_of(const FactorState& state, const FactorShape& s, int64_t i) 
 
 }  // namespace
 
-void encode_factors(const Input& input, const float* sizes, const float* start, const float* mix,
-                    const FactorShape& shape, const FactorState& state, const Payloads& payloads, uint8_t* is_bad) {
+void encode_factors(const Input& input, const float* start, const float* mix, const FactorShape& shape,
+                    const FactorState& state, const Payloads& payloads, uint8_t* is_bad) {
     const int64_t length = input.length;
-    std::vector<float> x(input.n * length);
-    std::vector<uint8_t> is_not_finite(input.n);
-    prepare(input, shape.num_threads, x.data(), is_not_finite.data());
 #pragma omp parallel num_threads(threads_for(input.n * length, shape.num_threads))
     {
-        Scratch work(shape);
-        Read read(shape);
+        thread_local Scratch work;
+        thread_local Decoded decoded;
+        work.fit(shape);
+        decoded.fit(shape);
 #pragma omp for schedule(static)
         for (int64_t i = 0; i < input.n; ++i) {
-            const float* value = x.data() + i * length;
+            const float* a = input.a + i * length;
+            float* other = input.other == nullptr ? nullptr : input.other + i * length;
             uint8_t* payload = payloads.data + i * payloads.stride;
-            is_bad[i] |= is_not_finite[i];
-            const float* of_weights = sizes == nullptr || is_bad[i] ? value : sizes + i * length;
-            is_bad[i] |= encode_one(value, of_weights, start + i * shape.rank * shape.cols, mix, shape, is_bad[i] != 0,
-                                    state_of(state, shape, i), payload, payloads.bytes, work);
+            float* x = work.x.data();
+            prepare({input.source, a, other, 1, length}, 1, x, is_bad + i);
+            const float* sizes = input.source == Source::kResidual && !is_bad[i] ? a : x;
+            is_bad[i] |= encode_one(x, sizes, start + i * shape.rank * shape.cols, mix, shape, is_bad[i] != 0,
+                                    state_of(state, shape, i), payload, work);
+            if (input.source == Source::kEncode && shape.rest_bits == 0) continue;
+            decode_one(payload, shape, decoded);
+            if (shape.rest_bits) {
+                uint8_t is_overflow = 0;
+                blockwise_encode({Source::kUpdate, x, decoded.value.data(), 1, length}, shape.rest_bits,
+                                 shape.rest_block, 1, rest_of(payload, shape, payloads.bytes), &is_overflow);
+                is_bad[i] |= is_overflow;
+            }
             if (input.source == Source::kEncode || is_bad[i]) continue;
-            float* other = input.other + i * length;
-            decode_one(payload, shape, read, [&](int64_t place, const float* part, int64_t count) {
-                if (input.source == Source::kUpdate) {
+            const float* arrives = decoded.value.data();
+            if (input.source == Source::kUpdate) {
 #pragma omp simd
-                    for (int64_t j = 0; j < count; ++j) other[place + j] += part[j];
-                } else {
+                for (int64_t j = 0; j < length; ++j) other[j] += arrives[j];
+            } else {
 #pragma omp simd
-                    for (int64_t j = 0; j < count; ++j) other[place + j] = value[place + j] - part[j];
-                }
-            });
+                for (int64_t j = 0; j < length; ++j) other[j] = x[j] - arrives[j];
+            }
         }
     }
     finish_bad(input, is_bad);
@@ -449,19 +479,24 @@ void decode_factors(const Payloads& payloads, const FactorShape& shape, bool is_
     const int64_t length = shape.rows * shape.cols;
 #pragma omp parallel num_threads(threads_for(shape.n * length, shape.num_threads))
     {
-        Read read(shape);
+        thread_local Decoded decoded;
+        decoded.fit(shape);
 #pragma omp for schedule(static)
         for (int64_t i = 0; i < shape.n; ++i) {
+            uint8_t* payload = payloads.data + i * payloads.stride;
+            decode_one(payload, shape, decoded);
+            float* arrives = decoded.value.data();
+            if (shape.rest_bits) {
+                blockwise_decode(rest_of(payload, shape, payloads.bytes), 1, length, shape.rest_bits, shape.rest_block,
+                                 true, 1, arrives);
+            }
             float* to = out + i * length;
-            decode_one(payloads.data + i * payloads.stride, shape, read,
-                       [&](int64_t place, const float* part, int64_t count) {
-                           if (is_add) {
+            if (is_add) {
 #pragma omp simd
-                               for (int64_t j = 0; j < count; ++j) to[place + j] += part[j];
-                           } else {
-                               std::memcpy(to + place, part, static_cast<size_t>(count) * sizeof(float));
-                           }
-                       });
+                for (int64_t j = 0; j < length; ++j) to[j] += arrives[j];
+            } else {
+                std::copy(arrives, arrives + length, to);
+            }
         }
     }
 }

@@ -111,59 +111,39 @@ class LowRank(Codec):
     ) -> Tensor:
         """Encode, and update `state` except where x is bad or overflows."""
         found = []
+        end = self.sizes.factors_bytes(x.shape[1], x.shape[2])
         with _in_fp32(x.device):
             for some in _chunks(x):
                 part = CodecState(state.step, {name: tensor[some] for name, tensor in state.tensors.items()})
-                of_some = None if sizes is None else sizes[some]
-                found.append(self._encode_both(x[some], part, payload[some], is_bad[some], sizes=of_some))
+                factors, of_some = payload[some, :end], (x if sizes is None else sizes)[some]
+                found.append(self._write_factors(x[some], of_some, part, factors, is_bad[some]))
+                if self.rest is not None:
+                    left = read_integers(factors, self.effective_rank(*x.shape[1:]), torch.empty_like(x[some]))
+                    left = torch.sub(x[some], left, out=left)
+                    found[-1] |= self.rest.encode_payload(left, part, payload[some, end:], is_bad[some], sizes=None)
         return torch.cat(found)
-
-    def _encode_both(
-        self, x: Tensor, state: CodecState, payload: Tensor, is_bad: Tensor, *, sizes: Tensor | None
-    ) -> Tensor:
-        """Encode factors and rest."""
-        end = self.sizes.factors_bytes(x.shape[1], x.shape[2])
-        if (kernels := self._compiled_factors(x)) is None:
-            is_overflow = self._encode_large(x, x if sizes is None else sizes, state, payload[:, :end], is_bad)
-        else:
-            flags = is_bad.to(torch.uint8)
-            self._encode_small(kernels, Source.ENCODE, x, None, state, payload=payload, is_bad=flags, sizes=sizes)
-            is_overflow = flags.bool()
-        if self.rest is None:
-            return is_overflow
-        left = torch.empty_like(x)
-        self._read_factors(payload[:, :end], left, is_add=False)
-        left = torch.sub(x, left, out=left)
-        return is_overflow | self.rest.encode_payload(left, state, payload[:, end:], is_bad, sizes=None)
-
-    def _compiled_factors(self, x: Tensor) -> CompiledCodecs | None:
-        """Return kernels for matrices so small that operations of torch would take longer than what they do."""
-        kernels = self.compiled(x.device) if x.shape[1] * x.shape[2] <= SMALL else None
-        return kernels if kernels is not None and kernels.has_factors else None
 
     def encode_fused(
         self, source: Source, a: Tensor, other: Tensor | None, state: CodecState, *, payload: Tensor
     ) -> Tensor | None:
-        kernels = self._compiled_factors(a)
-        if kernels is None or self.rest is not None:
+        _, rows, cols = a.shape
+        if (kernels := self._kernels_for(rows, cols, a.device)) is None:
             return None
-        is_bad = torch.zeros(a.shape[0], dtype=torch.uint8, device=a.device)
-        sizes = a if source == Source.RESIDUAL else None
-        self._encode_small(kernels, source, a, other, state, payload=payload, is_bad=is_bad, sizes=sizes)
-        return is_bad
+        start, mix = self._start(state, a.shape[0]), rotation(self.effective_rank(rows, cols), a.device)
+        layout = self._layout_of(rows, cols)
+        return kernels.encode_factors(source, a, other, state.tensors, payload, start=start, mix=mix, layout=layout)
 
-    def _encode_small(
-        self, kernels: CompiledCodecs, source: Source, a: Tensor, other: Tensor | None, state: CodecState, *,
-        payload: Tensor, is_bad: Tensor, sizes: Tensor | None,
-    ) -> None:  # fmt: skip
-        """Encode factors in one call, and update `state` and `other` except where is_bad is or becomes 1."""
-        start, mix = self._start(state, a.shape[0]), rotation(state.tensors["q"].shape[1], a.device)
-        end = self.sizes.factors_bytes(a.shape[1], a.shape[2])
-        kernels.encode_factors(
-            source, a, other, state.tensors, payload[:, :end], sizes=sizes, start=start, mix=mix, is_bad=is_bad
-        )
+    def _kernels_for(self, rows: int, cols: int, device: torch.device) -> CompiledCodecs | None:
+        """Return kernels for matrices so small that operations of torch would take longer than what they do."""
+        kernels = self.compiled(device) if rows * cols <= SMALL else None
+        return kernels if kernels is not None and kernels.has_factors else None
 
-    def _encode_large(self, x: Tensor, sizes: Tensor, state: CodecState, payload: Tensor, is_bad: Tensor) -> Tensor:
+    def _layout_of(self, rows: int, cols: int) -> tuple[int, int, int, int]:
+        """Return what compiled kernels have to know of a payload."""
+        rest = (0, 0) if self.rest is None else (self.rest.layout["bits"], self.rest.layout["block"])
+        return self.effective_rank(rows, cols), self.sizes.factors_bytes(rows, cols), *rest
+
+    def _write_factors(self, x: Tensor, sizes: Tensor, state: CodecState, payload: Tensor, is_bad: Tensor) -> Tensor:
         """Encode factors, and update `state` except where x is bad or overflows."""
         is_overflow, is_zero, found = self._encode_factors(x, sizes, state, payload)
         keeps = is_bad | is_overflow
@@ -219,26 +199,17 @@ class LowRank(Codec):
     def decode_payload(self, payload: Tensor, out: Tensor, *, is_add: bool) -> None:
         """Decode; the value is that of the factors, and that of the rest added to it."""
         _, rows, cols = out.shape
-        end = self.sizes.factors_bytes(rows, cols)
+        if (kernels := self._kernels_for(rows, cols, out.device)) is not None:
+            kernels.decode_factors(payload, out, layout=self._layout_of(rows, cols), is_add=is_add)
+            return
+        end, rank = self.sizes.factors_bytes(rows, cols), self.effective_rank(rows, cols)
         with _in_fp32(out.device):
             for some in _chunks(out):
-                if self.rest is None:
-                    self._read_factors(payload[some, :end], out[some], is_add=is_add)
-                    continue
-                value = torch.empty_like(out[some]) if is_add else out[some]
-                self._read_factors(payload[some, :end], value, is_add=False)
-                self.rest.decode_payload(payload[some, end:], value, is_add=True)
+                value = read_integers(payload[some, :end], rank, torch.empty_like(out[some]) if is_add else out[some])
+                if self.rest is not None:
+                    self.rest.decode_payload(payload[some, end:], value, is_add=True)
                 if is_add:
                     out[some].add_(value)
-
-    def _read_factors(self, payload: Tensor, out: Tensor, *, is_add: bool) -> None:
-        rank = self.effective_rank(out.shape[1], out.shape[2])
-        if (kernels := self._compiled_factors(out)) is not None:
-            kernels.decode_factors(payload, out, rank=rank, is_add=is_add)
-        elif is_add:
-            out.add_(read_integers(payload, rank, torch.empty_like(out)))
-        else:
-            read_integers(payload, rank, out)
 
 
 def _chunks(x: Tensor) -> list[slice]:

@@ -5,7 +5,7 @@ Callers check shapes: payloads are [n, bytes] uint8 with dense rows; other tenso
 method says otherwise.  ValueError if the tensors of a call are on more than one device, or not on that of the kernels.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from enum import IntEnum
 
 import torch
@@ -81,28 +81,33 @@ class CompiledCodecs:
 
     def encode_factors(
         self, source: Source, a: Tensor, other: Tensor | None, state: Mapping[str, Tensor], payload: Tensor, *,
-        sizes: Tensor | None, start: Tensor, mix: Tensor, is_bad: Tensor,
-    ) -> None:  # fmt: skip
-        """Write integer factors to payload, and update `other` and `state`.  Only if `has_factors`.
+        start: Tensor, mix: Tensor, layout: Sequence[int],
+    ) -> Tensor:  # fmt: skip
+        """Write integer factors, and what they leave out, to payload; update `other` and `state`.
+
+        Only if `has_factors`.
 
         a, other: [n, rows, cols].
         state: that of `LowRank`.
-        sizes: like a, from which rows and columns get their weights; None: what is encoded.
         start: [n, rank, cols], the q to start from.
         mix: [rank, rank], orthogonal.
-        is_bad: [n] uint8, 1 where nothing is to be updated; becomes 1 for inf, nan or an overflow.
+        layout: the rank, the bytes of factors, bits and block of the rest (bits 0: there is none).
+
+        Returns [n] uint8: 1 for inf, nan or an overflow, else 0.
         """
         kept = (state["q"], state.get("row_rms"), state.get("col_rms"))
-        others = {"sizes": sizes, "start": start, "mix": mix, "is_bad": is_bad, **state}
-        assert all(one is None or one.is_contiguous() for one in others.values())
-        with self._lane(self._device_of(a=a, other=other, payload=payload, **others)) as lane:
-            settings = (sizes, start, mix, *a.shape, mix.shape[0], lane)
-            call(self._extension.encode_factors, source, a, other, *settings, *kept, *_place(payload), is_bad)
+        assert all(one.is_contiguous() for one in (start, mix, *state.values()))
+        device = self._device_of(a=a, other=other, payload=payload, start=start, mix=mix, **state)
+        is_bad = _bytes(a.shape[0], device)
+        with self._lane(device) as lane:
+            sizes = (*a.shape, *layout, lane)
+            call(self._extension.encode_factors, source, a, other, start, mix, *sizes, *kept, *_place(payload), is_bad)
+        return is_bad
 
-    def decode_factors(self, payload: Tensor, out: Tensor, *, rank: int, is_add: bool) -> None:
-        """Assign or add the values of integer factors to out [n, rows, cols].  Only if `has_factors`."""
+    def decode_factors(self, payload: Tensor, out: Tensor, *, layout: Sequence[int], is_add: bool) -> None:
+        """Assign or add to out [n, rows, cols] what `encode_factors` has written.  Only if `has_factors`."""
         with self._lane(self._device_of(out=out, payload=payload)) as lane:
-            call(self._extension.decode_factors, *_place(payload), *out.shape, rank, lane, is_add, out)
+            call(self._extension.decode_factors, *_place(payload), *out.shape, *layout, lane, is_add, out)
 
     def compact(self, values: Tensor, words: Tensor, seed: int) -> None:
         """Write the compact form of values [n, length] to words [n, blocks, words of a block] int16."""

@@ -221,13 +221,18 @@ def require_records(records: Tensor, hidden: int, dtype: torch.dtype, out: Tenso
 
 def device_of(device_type: str, tensors: dict[str, Tensor | None]) -> torch.device:
     """Return the device of all tensors that are not None; ValueError unless it is one, of this type."""
-    (first, tensor), *others = ((name, tensor) for name, tensor in tensors.items() if tensor is not None)
-    for name, other in others:
-        if other.device != tensor.device:
-            raise ValueError(f"{name}: on device {other.device}, wanted {tensor.device}, where {first} is")
-    if tensor.device.type != device_type:
-        raise ValueError(f"{first}: on device {tensor.device}, wanted {device_type}; load the kernels for that device")
-    return tensor.device
+    first, device = "", None
+    for name, tensor in tensors.items():
+        if tensor is None:
+            continue
+        if device is None:
+            first, device = name, tensor.device
+        elif tensor.device != device:
+            raise ValueError(f"{name}: on device {tensor.device}, wanted {device}, where {first} is")
+    assert device is not None, "no tensors"
+    if device.type != device_type:
+        raise ValueError(f"{first}: on device {device}, wanted {device_type}; load the kernels for that device")
+    return device
 
 
 def require_contiguous(name: str, tensor: Tensor) -> None:
