@@ -27,7 +27,7 @@ from torch.autograd import Function
 from ds_hybridep.errors import NO_SECOND_DERIVATIVES, GradientNotReturnedError, UnsupportedError, VerificationError
 from ds_hybridep.experts.partitioned import take_away
 from ds_hybridep.experts.replicas import Replicas, make_shipment
-from ds_hybridep.sync.backward import refuse_partial
+from ds_hybridep.sync.transaction import accumulates, is_in_backward
 from ds_hybridep.sync.transfers import Gather, Reduce, StagedTransfer, StagePipeline
 from ds_hybridep.transport.channels import Purpose, Transport, profiler_range
 
@@ -37,11 +37,6 @@ def outliving_inference() -> Iterator[None]:
     """Let what is made inside be used in training too, if the forward runs under `torch.inference_mode`."""
     with torch.inference_mode(False), torch.no_grad():
         yield
-
-
-def is_in_backward() -> bool:
-    """True inside a running backward: a forward that runs there is a recomputation."""
-    return torch._C._current_graph_task_id() != -1
 
 
 class Weights(Enum):
@@ -65,9 +60,10 @@ class Gradients(Enum):
 class ReturnHandle:
     """Shared by the two autograd nodes of a layer call: the return that StartReturn starts, and its result."""
 
-    operation: Reduce | None = None
+    operation: Reduce | None = None  # None: not the accumulation boundary, FinishReturn gives the owner's part only
     collected: list[Tensor] | None = None
-    always: Tensor = field(default_factory=partial(torch.empty, 0, requires_grad=True))  # is trained on all ranks
+    # A leaf of the graph that is trained on all ranks, and that no script can ask for.
+    always: Tensor = field(default_factory=partial(torch.empty, 0, requires_grad=True))
 
 
 @dataclass
@@ -187,6 +183,16 @@ class LayerExperts:
                 f"or its hot experts, or was detached; run both before the change, or both after it"
             )
 
+    def refuse_partial(self, handle: ReturnHandle) -> None:
+        """Raise UnsupportedError unless the running backward is for all parameters."""
+        if not accumulates(handle.always):
+            raise UnsupportedError(
+                f"{self.replicas.layer}: torch.autograd.grad (or a backward with `inputs`) asks for gradients of "
+                f"experts with copies on other ranks, which works only without gradient codecs, and at an "
+                f"accumulation boundary without micro-steps before it; leave these experts out of it, read `.grad` "
+                f"after engine.backward, or set every domain_size to 1 and use no hot experts"
+            )
+
     def _wait(self, pipeline: StagePipeline, transfer: StagedTransfer) -> None:
         codecs = self.replicas.codecs
         with nullcontext() if codecs is None else codecs.counters.timing("exposed_s"):
@@ -264,9 +270,9 @@ class MigrationManager:
         """Add replica gradients to the sums; at the boundary start their return."""
         is_lossy = (codecs := layer.replicas.codecs) is not None and codecs.feedback.is_lossy
         if is_lossy or layer.gradients is Gradients.ACCUMULATING or not self._is_boundary():
-            refuse_partial(layer.replicas.layer, handle.always)  # what waits must be for the optimizer step
+            layer.refuse_partial(handle)  # what waits must be for the optimizer step
         layer.add_gradients(gradients)
-        handle.operation = None  # without one, FinishReturn gives the owner's part only
+        handle.operation = None
         if self._is_boundary():
             self.before_return()
             layer.start_return(handle)

@@ -28,11 +28,10 @@ import torch
 from torch import Tensor, nn
 
 from ds_hybridep.geometry.slots import Span
-from ds_hybridep.sync.backward import accumulates
 from ds_hybridep.sync.error_feedback import residual_of
 from ds_hybridep.sync.messages import PacketPart
 from ds_hybridep.sync.stages import HotSlot, SlotKey
-from ds_hybridep.sync.transaction import Transaction
+from ds_hybridep.sync.transaction import Transaction, accumulates
 from ds_hybridep.sync.transfers import Slots
 from ds_hybridep.transport.channels import Purpose, Transport
 

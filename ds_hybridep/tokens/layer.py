@@ -31,6 +31,7 @@ from torch.func import functional_call
 from ds_hybridep.errors import NO_SECOND_DERIVATIVES, UnsupportedError
 from ds_hybridep.experts.migration import MigrationManager
 from ds_hybridep.kernels import Kernels, Routes
+from ds_hybridep.sync.transaction import is_in_backward
 from ds_hybridep.tokens.exchange import Exchange, exchange_rows, swap
 from ds_hybridep.transport.channels import profiler_range
 
@@ -164,8 +165,7 @@ class HybridMoE:
             splits = routes.rows_per_destination
             self.stats.rows_computed += sum(splits)
             # A re-entrant checkpoint runs its first forward without gradients.
-            is_recomputation = torch._C._current_graph_task_id() != -1  # inside a running backward
-            if not is_recomputation and (torch.is_grad_enabled() or self.experts[0].training):
+            if not is_in_backward() and (torch.is_grad_enabled() or self.experts[0].training):
                 self.stats.expert_rows.update(dict(zip(held, splits, strict=True)))
             expert_rows = permute_to_experts(rows, routes, self.kernels)
             if self.weighs_inputs:
@@ -208,7 +208,7 @@ class HybridMoE:
 
     def count_plain_ep(self, rows: Tensor | int) -> None:
         """Count the rows to each rank, [G] or one number for all, of a dispatch of plain EP and of its combine."""
-        if torch._C._current_graph_task_id() != -1:  # inside a running backward
+        if is_in_backward():
             # A recomputation.  A re-entrant one is the first to build a graph, so its backward is counted here.
             num_exchanges = 2 if self.stats.was_recorded else 4
         else:
