@@ -123,7 +123,6 @@ class LayerExperts:
 
     def start_return(self, handle: ReturnHandle) -> None:
         """Go from ACCUMULATING to RETURNING.  Does not block."""
-        self.replicas.prepare_residuals()  # in the current stream, which also frees what is made here
         purpose = Purpose("expert_gradients", "return of expert gradients", self.replicas.layer)
         handle.operation, handle.collected = Reduce(self.replicas, purpose), None
         self.gradient_pipeline.start(handle.operation)

@@ -304,15 +304,6 @@ class Replicas:
         sender = None if self.codecs is None else self.codecs.weight_senders.get(stage.level)
         return None if sender is None or (sender.varies and needs_equal_lengths(stage)) else sender
 
-    def prepare_residuals(self) -> None:
-        """Make now what is kept of all gradients that leave this rank; otherwise it is made at its first use."""
-        if (codecs := self.codecs) is not None:
-            for stage in (one for one in self.stages if codecs.feedback.codecs[one.level] is not None):
-                for part in (
-                    part for peer in stage.peers for slot in peer.weights_from for part in codecs.parts[slot]
-                ):
-                    codecs.feedback.senders[stage.level].prepare(part)
-
     def free_sent(self) -> None:
         """Free what only a shipment needed, once it has ended."""
         self.own.free()

@@ -23,9 +23,7 @@ class HeldSum:
     varies = False
 
     def __init__(self, codecs: SlotCodecs, slot: int, place: Tensor, scale: float) -> None:
-        layout = codecs.layout(0, slot)
-        assert layout is not None, f"slot {slot} is empty"
-        self._layout: MessageLayout = layout
+        self._layout = codecs.layout(slot, 0)
         self._sender, self._receiver = codecs.feedback.senders[0], codecs.feedback.receiver(0, slot)
         self._place, self._scale = place, scale
 

@@ -233,7 +233,7 @@ class GroupSync:
         slots = FlatSlots(self, buffer.values, codecs and codecs.to_owners, sums)
         inner, outer = self._split_stages(is_encoded=codecs is not None)
         self._run(Reduce(slots, self._purposes[0], inner))
-        received = (slot for stage in outer for peer in stage.peers for slot in peer.weights_from)
+        received = (slot for stage in outer for peer in stage.peers for slot in peer.slots_there)
         carried = {self.own_slot, *(slot for slot in received if isinstance(slot, int))}
         for slot in carried:
             spans = buffer.spans[slot]

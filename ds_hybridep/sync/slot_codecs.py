@@ -2,7 +2,7 @@
 """Which codecs a level has, how the slots of one layer or buffer travel encoded, and what that came to."""
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Literal
@@ -115,7 +115,7 @@ class SlotCodecs:
         counters: CodecSums | None = None,
         kind: Literal["weight", "gradient"] = "gradient",
     ) -> None:
-        self.parts, self.feedback, self.kind = parts, feedback, kind
+        self.parts, self.feedback, self._kind = parts, feedback, kind
         self.counters = counters or CodecSums()
         self._layouts: dict[tuple[int, SlotKey], MessageLayout] = {}  # of gradients, by level and slot
 
@@ -123,15 +123,47 @@ class SlotCodecs:
         """Let messages have other parts from now on: other experts are hot."""
         self.parts, self._layouts = parts, {}
 
-    def fp32_bytes(self, slot: SlotKey) -> int:
-        """Return the fp32 bytes of what a slot's messages stand for."""
-        return sum(part.fp32_bytes for part in self.parts[slot])
+    def count_gathered(self, slot: SlotKey, messages: Sequence[Tensor]) -> None:
+        """Count what a gather sends in place of a slot's values."""
+        fp32_bytes = sum(part.fp32_bytes for part in self.parts[slot])
+        self.counters.count(self._kind, sum(message.nbytes for message in messages), fp32_bytes)
 
-    def layout(self, level: int, slot: SlotKey) -> MessageLayout | None:
-        """Return the layout of a slot's messages of gradients over a level; None if they go as they are."""
-        codec = self.feedback.codecs[level]
-        if codec is None or not self.parts[slot]:
-            return None
+    # -- gradients: one message for each slot and level -------------------------------------------------------------
+
+    def encodes(self, slot: SlotKey, level: int) -> bool:
+        """Return True if a slot's gradients cross a level encoded; else they go as they are."""
+        return self.feedback.codecs[level] is not None and bool(self.parts[slot])
+
+    def layout(self, slot: SlotKey, level: int) -> MessageLayout:
+        """Return the layout of a slot's messages over a level that encodes it."""
         if (level, slot) not in self._layouts:
+            codec = self.feedback.codecs[level]
+            assert codec is not None, f"slot {slot} goes as it is over level {level}"
             self._layouts[level, slot] = MessageLayout(codec, self.parts[slot])
         return self._layouts[level, slot]
+
+    def make_residuals(self, slot: SlotKey, level: int) -> None:
+        """Make now what is kept of a slot's gradients over a level; otherwise their first message does."""
+        for part in self.parts[slot] if self.encodes(slot, level) else ():
+            self.feedback.senders[level].prepare(part)
+
+    def encode(self, slot: SlotKey, level: int, sums: Sequence[Tensor], scale: float) -> Tensor:
+        """Return the message of a slot's sums (fp32 [e, *shape] for each part), and keep what it leaves out."""
+        layout = self.layout(slot, level)
+        with self.counters.timing("encode_s"):
+            message = self.feedback.senders[level].encode(layout, sums, scale)
+        self.counters.count("gradient", message.nbytes, layout.fp32_bytes)
+        return message
+
+    def room(self, slot: SlotKey, level: int) -> Tensor:
+        """Return memory for a message of a slot's gradients."""
+        return self.layout(slot, level).room(self.feedback.home.device)
+
+    def add(
+        self, slot: SlotKey, level: int, message: Tensor, *, sender: int, sums: Sequence[Tensor], scale: float
+    ) -> None:
+        """Add what a message from the rank `sender` holds to a slot's sums (fp32 [e, *shape] for each part).
+
+        Raises PacketError, and changes nothing, if it is not the sender's next message.
+        """
+        self.feedback.receiver(level, sender).add(self.layout(slot, level), message, sums, scale)

@@ -33,11 +33,15 @@ SlotKey = int | HotSlot
 
 @dataclass(frozen=True)
 class StagePeer:
-    """A rank that differs from this one at one level only, and the slots whose weights pass between the two."""
+    """A rank that differs from this one at one level only, and the slots that pass between the two.
+
+    slots_here: of owners on this rank's side of the level: their values go to the peer, their gradients come back.
+    slots_there: of owners on the peer's side: their values come from the peer, their gradients go back.
+    """
 
     rank: int
-    weights_to: tuple[SlotKey, ...]  # slots whose weights go to the peer; their gradients come back
-    weights_from: tuple[SlotKey, ...]  # slots whose weights come from the peer; their gradients go back
+    slots_here: tuple[SlotKey, ...]
+    slots_there: tuple[SlotKey, ...]
 
 
 @dataclass(frozen=True)
@@ -78,7 +82,7 @@ def gather_stages(partition: Partition, rank: int, hot_level: int | None = None)
             offsets[level] = (offset,)
             held.append(travelling(itertools.product(*offsets), level))
         peers = [
-            StagePeer(peer, weights_to=held[own[level]], weights_from=held[offset])
+            StagePeer(peer, slots_here=held[own[level]], slots_there=held[offset])
             for offset, peer in enumerate(partition.gather_peers(rank, level))
             if peer != rank
         ]

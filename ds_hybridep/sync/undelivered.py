@@ -288,7 +288,7 @@ def _crossing(slots: Slots, parts: Mapping[SlotKey, Sequence[PacketPart]]) -> se
         (stage.level, span)
         for stage in slots.stages
         for peer in stage.peers
-        for slot in (*peer.weights_to, *peer.weights_from)
+        for slot in (*peer.slots_here, *peer.slots_there)
         for part in parts.get(slot, ())
         for span in part.spans
     }

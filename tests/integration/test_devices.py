@@ -116,7 +116,6 @@ def test_migration_of_a_layer_stays_on_the_device(weights_codec: str, gradient_c
         for is_exact in (True, False, False):
             shipment = make_shipment(replicas, is_exact=is_exact)
             replicas.add_gradients(map(torch.empty_like, replicas.trainable_weights(replicas.replica_slots)))
-            replicas.prepare_residuals()
             for transfer in (shipment, Reduce(replicas, Purpose("expert_gradients", "return"))):
                 while not transfer.is_complete:
                     transfer.advance()
