@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What codecs keep of one layer's experts between steps: mirrors of weights, and residuals of gradients."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -22,8 +22,13 @@ class ExpertCodecs(SlotCodecs):
     replicas: by slot of another rank, what takes its weights where they arrive encoded.
     """
 
-    def __init__(self, parts: Mapping[SlotKey, tuple[PacketPart, ...]], feedback: ErrorFeedback) -> None:
-        super().__init__(parts, feedback, kind="weight")
+    def __init__(
+        self,
+        parts: Mapping[SlotKey, tuple[PacketPart, ...]],
+        feedback: ErrorFeedback,
+        loss_scale: Callable[[], float],
+    ) -> None:
+        super().__init__(parts, feedback, kind="weight", loss_scale=loss_scale)
         self.weight_senders: dict[int, Mirror | PatchSender] = {}
         self.replicas: dict[SlotKey, HeldSlot] = {}
 

@@ -27,7 +27,7 @@ from ds_hybridep.sync.home import Home
 from ds_hybridep.sync.messages import PacketPart
 from ds_hybridep.sync.mirrors import Mirror, PatchSender
 from ds_hybridep.sync.slot_codecs import Encoding
-from ds_hybridep.sync.stages import GatherStage, HotSlot, SlotKey
+from ds_hybridep.sync.stages import HotSlot, SlotKey, Stage
 from ds_hybridep.sync.transaction import Transaction
 from ds_hybridep.sync.transfers import Gather, needs_equal_lengths
 from ds_hybridep.sync.undelivered import stacked
@@ -52,7 +52,7 @@ class Replicas:
         layer: str,
         experts: Sequence[nn.Module],
         partition: Partition,
-        stages: tuple[GatherStage, ...],
+        stages: tuple[Stage, ...],
         *,
         rank: int,
         encoding: Encoding,
@@ -193,9 +193,6 @@ class Replicas:
         assert self.hot is not None, f"{self.layer}: a hot expert travels, and none can be hot"
         return self.hot
 
-    def loss_scale(self) -> float:
-        return self.encoding.loss_scale()
-
     def trainable_weights(self, slots: Iterable[SlotKey]) -> list[Tensor]:
         """Return trainable weights, ordered by slot, then `experts`, then `trainable_names`."""
         return [
@@ -299,7 +296,7 @@ class Replicas:
         stages = [stage for stage in self.stages if stage.level != self.hot_level]
         return any(is_exact or self.weight_sender_over(stage) is None for stage in stages)
 
-    def weight_sender_over(self, stage: GatherStage) -> Mirror | PatchSender | None:
+    def weight_sender_over(self, stage: Stage) -> Mirror | PatchSender | None:
         """Return what encodes the owned weights for a stage; None if they go as they are."""
         sender = None if self.codecs is None else self.codecs.weight_senders.get(stage.level)
         return None if sender is None or (sender.varies and needs_equal_lengths(stage)) else sender
@@ -374,7 +371,7 @@ def _codecs_of(replicas: Replicas, transaction: Transaction, rank: int) -> Exper
         return None
     home = Home(replicas.device, replicas.encoding.is_on_host)
     feedback = ErrorFeedback(replicas.layer, gradients, home, transaction, rank=rank)
-    codecs = ExpertCodecs(replicas.slot_parts, feedback)
+    codecs = ExpertCodecs(replicas.slot_parts, feedback, replicas.encoding.loss_scale)
     for level in levels:
         if (codec := weights[level]) is not None and level != replicas.hot_level:
             codecs.make_sender(level, codec, replicas.parts)

@@ -22,10 +22,10 @@ class HeldSum:
 
     varies = False
 
-    def __init__(self, codecs: SlotCodecs, slot: int, place: Tensor, scale: float) -> None:
+    def __init__(self, codecs: SlotCodecs, slot: int, place: Tensor) -> None:
         self._layout = codecs.layout(slot, 0)
         self._sender, self._receiver = codecs.feedback.senders[0], codecs.feedback.receiver(0, slot)
-        self._place, self._scale = place, scale
+        self._place, self._scale = place, codecs.loss_scale()
 
     def new_messages(self) -> list[Tensor]:
         return [self._layout.room(self._place.device)]

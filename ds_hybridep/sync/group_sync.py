@@ -31,7 +31,7 @@ from ds_hybridep.sync.memory import BufferCodecs, CodecMemory
 from ds_hybridep.sync.messages import NARROW, PacketPart, split
 from ds_hybridep.sync.mirrors import HeldSlot
 from ds_hybridep.sync.slot_codecs import Encoding, SlotCodecs
-from ds_hybridep.sync.stages import GatherStage, SlotKey, connect, gather_stages
+from ds_hybridep.sync.stages import SlotKey, Stage, connect, gather_stages
 from ds_hybridep.sync.transaction import Transaction
 from ds_hybridep.sync.transfers import Gather, Reduce, StagedTransfer, StagePipeline, needs_equal_lengths
 from ds_hybridep.transport.channels import Purpose, Transport
@@ -60,7 +60,6 @@ class FlatSlots:
         self.codecs = codecs
         self._values: dict[SlotKey, Tensor] = dict(enumerate(values))
         self._sums: dict[SlotKey, Tensor] = dict(enumerate(sums))
-        self._loss_scale = group.encoding.loss_scale
 
     def values(self, slot: SlotKey, *, trainable_only: bool) -> list[Tensor]:
         return [self._values[slot]]
@@ -80,9 +79,6 @@ class FlatSlots:
 
     def drop_sums(self, slot: SlotKey) -> None:
         """Do nothing: the sums are the caller's."""
-
-    def loss_scale(self) -> float:
-        return self._loss_scale()
 
 
 class _SlottedBuffer:
@@ -250,7 +246,7 @@ class GroupSync:
             self.waiting_names |= names
         return sums
 
-    def _split_stages(self, *, is_encoded: bool) -> tuple[tuple[GatherStage, ...], tuple[GatherStage, ...]]:
+    def _split_stages(self, *, is_encoded: bool) -> tuple[tuple[Stage, ...], tuple[Stage, ...]]:
         """Return the stages that the sums of every micro-step cross, and those crossed once per optimizer step."""
         fastest = self.stages[-1:]
         if is_encoded and any(self.encoding.gradient_codecs[stage.level] for stage in fastest):
@@ -274,13 +270,13 @@ class GroupSync:
         if codecs is None:
             values[own].copy_(sums[own])
         else:
-            results, scale, of_level = codecs.to_all, self.encoding.loss_scale(), self.encoding.gradient_codecs
+            results, of_level = codecs.to_all, self.encoding.gradient_codecs
             if results.parts[own]:
                 with results.counters.timing("encode_s"):
-                    message = HeldSum(results, own, values[own], scale).encode(sums[own])
+                    message = HeldSum(results, own, values[own]).encode(sums[own])
                 messages = {level: message for level in self._levels if of_level[level] is not None}
             held = {
-                slot: HeldSum(results, slot, values[slot], scale)
+                slot: HeldSum(results, slot, values[slot])
                 for slot, level in enumerate(self.level_to)
                 if level is not None and of_level[level] is not None and results.parts[slot]
             }

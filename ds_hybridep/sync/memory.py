@@ -101,8 +101,8 @@ class CodecMemory:
                 slot: packet_parts(held, like.dtype) for slot, held in enumerate(spans)
             }
             found = BufferCodecs(
-                to_owners=SlotCodecs(parts, self.sums, self.counters),
-                to_all=SlotCodecs(parts, self.results, self.counters),
+                to_owners=SlotCodecs(parts, self.sums, self.counters, loss_scale=self._encoding.loss_scale),
+                to_all=SlotCodecs(parts, self.results, self.counters, loss_scale=self._encoding.loss_scale),
             )
         self._buffers[key] = found
         while len(self._buffers) > MOST_BUFFERS:

@@ -106,6 +106,7 @@ class SlotCodecs:
         feedback: who encodes and decodes gradients; other slots may share it.
         counters: of these slots and others.
         kind: what a gather of these slots brings, for the counters.
+        loss_scale: returns the factor by which sums of gradients are multiplied now.
     """
 
     def __init__(
@@ -114,8 +115,10 @@ class SlotCodecs:
         feedback: ErrorFeedback,
         counters: CodecSums | None = None,
         kind: Literal["weight", "gradient"] = "gradient",
+        *,
+        loss_scale: Callable[[], float] = no_scale,
     ) -> None:
-        self.parts, self.feedback, self._kind = parts, feedback, kind
+        self.parts, self.feedback, self._kind, self.loss_scale = parts, feedback, kind, loss_scale
         self.counters = counters or CodecSums()
         self._layouts: dict[tuple[int, SlotKey], MessageLayout] = {}  # of gradients, by level and slot
 
@@ -147,11 +150,11 @@ class SlotCodecs:
         for part in self.parts[slot] if self.encodes(slot, level) else ():
             self.feedback.senders[level].prepare(part)
 
-    def encode(self, slot: SlotKey, level: int, sums: Sequence[Tensor], scale: float) -> Tensor:
+    def encode(self, slot: SlotKey, level: int, sums: Sequence[Tensor]) -> Tensor:
         """Return the message of a slot's sums (fp32 [e, *shape] for each part), and keep what it leaves out."""
         layout = self.layout(slot, level)
         with self.counters.timing("encode_s"):
-            message = self.feedback.senders[level].encode(layout, sums, scale)
+            message = self.feedback.senders[level].encode(layout, sums, self.loss_scale())
         self.counters.count("gradient", message.nbytes, layout.fp32_bytes)
         return message
 
@@ -159,11 +162,9 @@ class SlotCodecs:
         """Return memory for a message of a slot's gradients."""
         return self.layout(slot, level).room(self.feedback.home.device)
 
-    def add(
-        self, slot: SlotKey, level: int, message: Tensor, *, sender: int, sums: Sequence[Tensor], scale: float
-    ) -> None:
+    def add(self, slot: SlotKey, level: int, message: Tensor, *, sender: int, sums: Sequence[Tensor]) -> None:
         """Add what a message from the rank `sender` holds to a slot's sums (fp32 [e, *shape] for each part).
 
         Raises PacketError, and changes nothing, if it is not the sender's next message.
         """
-        self.feedback.receiver(level, sender).add(self.layout(slot, level), message, sums, scale)
+        self.feedback.receiver(level, sender).add(self.layout(slot, level), message, sums, self.loss_scale())

@@ -18,7 +18,7 @@ from torch import Tensor
 from ds_hybridep.errors import CommunicationError, PacketError
 from ds_hybridep.sync.mirrors import HeldSlot
 from ds_hybridep.sync.slot_codecs import SlotCodecs
-from ds_hybridep.sync.stages import GatherStage, SlotKey
+from ds_hybridep.sync.stages import SlotKey, Stage
 from ds_hybridep.transport.channels import Purpose, Transfer, Transport
 from ds_hybridep.transport.streams import DeviceStreams, Mark, Part
 
@@ -30,7 +30,7 @@ class Slots(Protocol):
     """What this rank holds of the data that a group of ranks shares: one slot for each owner."""
 
     layer: str
-    stages: tuple[GatherStage, ...]
+    stages: tuple[Stage, ...]
     own_slot: int
     device: torch.device
     streams: DeviceStreams | None  # None: work runs in the caller's stream
@@ -64,10 +64,6 @@ class Slots(Protocol):
         """Drop the slot's sums, which a message now holds."""
         ...
 
-    def loss_scale(self) -> float:
-        """The factor by which the sums are multiplied."""
-        ...
-
 
 class StagedTransfer(ABC):
     """A transfer in stages; each stage starts when the one before it has arrived.
@@ -75,7 +71,7 @@ class StagedTransfer(ABC):
     Its work on a device runs in the side stream.  Call `join` before using what it brought.
     """
 
-    def __init__(self, slots: Slots, purpose: Purpose, stages: Sequence[GatherStage]) -> None:
+    def __init__(self, slots: Slots, purpose: Purpose, stages: Sequence[Stage]) -> None:
         self.slots = slots
         self.purpose = purpose
         self.stages = tuple(stages)
@@ -118,7 +114,7 @@ class StagedTransfer(ABC):
         return self._transfer.describe(what)
 
     @abstractmethod
-    def _start_stage(self, stage: GatherStage) -> Transfer: ...
+    def _start_stage(self, stage: Stage) -> Transfer: ...
 
     def _make_room(self) -> None:  # noqa: B027 (a gather needs none)
         """Make memory for what the finished stage brought, and for what the next one leaves behind."""
@@ -155,7 +151,7 @@ class Gather(StagedTransfer):
         self._arrived: dict[SlotKey, list[Tensor]] = {}  # encoded messages by slot, kept for forwarding
         self._fresh: list[tuple[SlotKey, int]] = []  # (slot, sender) of what the stage under way brings
 
-    def _start_stage(self, stage: GatherStage) -> Transfer:
+    def _start_stage(self, stage: Stage) -> Transfer:
         assert stage.weights is not None, f"{self.slots.layer}: level {stage.level} has no channel"
         sends: list[Part] = []
         receives: list[Part] = []
@@ -167,7 +163,7 @@ class Gather(StagedTransfer):
                 receives += [(peer.rank, tensor) for tensor in self._incoming(slot, stage)]
         return stage.weights.start(sends, receives, self.purpose)
 
-    def _outgoing(self, slot: SlotKey, stage: GatherStage) -> Sequence[Tensor]:
+    def _outgoing(self, slot: SlotKey, stage: Stage) -> Sequence[Tensor]:
         codecs, is_own = self.slots.codecs, slot == self.slots.own_slot
         messages = self._messages.get(stage.level) if is_own else self._arrived.get(slot)
         if codecs is None or messages is None or not (is_own or self._replica(slot, stage)) or self._is_exact:
@@ -175,14 +171,14 @@ class Gather(StagedTransfer):
         codecs.count_gathered(slot, messages)
         return messages
 
-    def _incoming(self, slot: SlotKey, stage: GatherStage) -> Sequence[Tensor]:
+    def _incoming(self, slot: SlotKey, stage: Stage) -> Sequence[Tensor]:
         replica = self._replica(slot, stage)
         if replica is None or self._is_exact:
             return self.slots.values(slot, trainable_only=not self._is_exact)
         self._arrived[slot] = replica.new_messages()
         return self._arrived[slot]
 
-    def _replica(self, slot: SlotKey, stage: GatherStage) -> HeldSlot | None:
+    def _replica(self, slot: SlotKey, stage: Stage) -> HeldSlot | None:
         """Return what takes the slot's messages over this stage; None if the slot goes as it is."""
         replica = self._replicas.get(slot)
         return None if replica is None or (replica.varies and needs_equal_lengths(stage)) else replica
@@ -207,7 +203,7 @@ def _naming(sender: int, purpose: Purpose) -> Iterator[None]:
         raise CommunicationError(f"{purpose} from rank {sender}: {error}") from error
 
 
-def needs_equal_lengths(stage: GatherStage) -> bool:
+def needs_equal_lengths(stage: Stage) -> bool:
     return stage.weights is not None and stage.weights.has_equal_lengths
 
 
@@ -221,13 +217,12 @@ class Reduce(StagedTransfer):
         stages: those of the group's stages to cross, by default all.
     """
 
-    def __init__(self, slots: Slots, purpose: Purpose, stages: Sequence[GatherStage] | None = None) -> None:
+    def __init__(self, slots: Slots, purpose: Purpose, stages: Sequence[Stage] | None = None) -> None:
         super().__init__(slots, purpose, (slots.stages if stages is None else stages)[::-1])
         self._arrivals: list[tuple[SlotKey, int, int, list[Tensor]]] = []  # (slot, level, sender, messages)
         self._sent: list[Tensor] = []  # keeps messages alive until they have been sent
-        self._scale = 1.0 if slots.codecs is None else slots.loss_scale()
 
-    def _start_stage(self, stage: GatherStage) -> Transfer:
+    def _start_stage(self, stage: Stage) -> Transfer:
         assert stage.gradients is not None, f"{self.slots.layer}: level {stage.level} has no channel"
         sends: list[Part] = []
         receives: list[Part] = []
@@ -248,7 +243,7 @@ class Reduce(StagedTransfer):
 
     def _outgoing(self, slot: SlotKey, level: int) -> list[Tensor]:
         if (codecs := self._codecs_of(slot, level)) is not None:
-            messages = [codecs.encode(slot, level, self.slots.sum_parts(slot), self._scale)]
+            messages = [codecs.encode(slot, level, self.slots.sum_parts(slot))]
         else:
             sizes = self.slots.sum_sizes(slot)
             messages = [total.to(dtype) for total, (_, dtype) in zip(self.slots.sums(slot), sizes, strict=True)]
@@ -276,8 +271,7 @@ class Reduce(StagedTransfer):
 
     def _add(self, slot: SlotKey, level: int, sender: int, messages: Sequence[Tensor]) -> None:
         if (codecs := self._codecs_of(slot, level)) is not None:
-            sums = self.slots.sum_parts(slot)
-            codecs.add(slot, level, messages[0], sender=sender, sums=sums, scale=self._scale)
+            codecs.add(slot, level, messages[0], sender=sender, sums=self.slots.sum_parts(slot))
         else:
             for total, message in zip(self.slots.sums(slot), messages, strict=True):
                 total.add_(message)
