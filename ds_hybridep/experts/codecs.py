@@ -11,7 +11,7 @@ from ds_hybridep.codecs import Codec, PatchCodec
 from ds_hybridep.sync.error_feedback import ErrorFeedback
 from ds_hybridep.sync.messages import MessageLayout, PacketPart
 from ds_hybridep.sync.mirrors import HeldSlot, Mirror, PatchReplica, PatchSender, Replica
-from ds_hybridep.sync.slot_codecs import CodecSums, SlotCodecs
+from ds_hybridep.sync.slot_codecs import CodecCounters, SlotCodecs
 from ds_hybridep.sync.stages import SlotKey
 
 
@@ -67,7 +67,7 @@ class ExpertCodecs(SlotCodecs):
 
     # -- numbers ----------------------------------------------------------------------------------------------------
 
-    def sums(self, weights: Sequence[Tensor]) -> CodecSums:
+    def stats(self, weights: Sequence[Tensor]) -> CodecCounters:
         """Return what codecs did.  weights: the owned ones, [e, *shape] for each part."""
         distances = [mirror.squared_distance(weights) for mirror in self.mirrors]
         return replace(

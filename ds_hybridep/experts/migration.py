@@ -60,7 +60,7 @@ class Gradients(Enum):
 class ReturnHandle:
     """Shared by the two autograd nodes of a layer call: the return that StartReturn starts, and its result."""
 
-    operation: Reduce | None = None  # None: not the accumulation boundary, FinishReturn gives the owner's part only
+    reduce: Reduce | None = None  # None: not the accumulation boundary, FinishReturn gives the owner's part only
     collected: list[Tensor] | None = None
     # A leaf of the graph that is trained on all ranks, and that no script can ask for.
     always: Tensor = field(default_factory=partial(torch.empty, 0, requires_grad=True))
@@ -97,8 +97,8 @@ class LayerExperts:
 
     def choose_hot(self, experts: Sequence[int]) -> None:
         """Replace the hot experts.  Nothing may be under way, and weights must be shipped next."""
-        assert self.shipment is None, f"{self.replicas.layer}: weights are under way"
-        assert self.returning is None, f"{self.replicas.layer}: gradients are under way"
+        assert self.shipment is None, f"{self.replicas.name}: weights are under way"
+        assert self.returning is None, f"{self.replicas.name}: gradients are under way"
         self.replicas.choose_hot(experts)
 
     @outliving_inference()
@@ -123,17 +123,17 @@ class LayerExperts:
 
     def start_return(self, handle: ReturnHandle) -> None:
         """Go from ACCUMULATING to RETURNING.  Does not block."""
-        purpose = Purpose("expert_gradients", "return of expert gradients", self.replicas.layer)
-        handle.operation, handle.collected = Reduce(self.replicas, purpose), None
-        self.gradient_pipeline.start(handle.operation)
+        purpose = Purpose("expert_gradients", "return of expert gradients", self.replicas.name)
+        handle.reduce, handle.collected = Reduce(self.replicas, purpose), None
+        self.gradient_pipeline.start(handle.reduce)
         self.returning, self.gradients = handle, Gradients.RETURNING
 
     @outliving_inference()
     def finish_return(self, handle: ReturnHandle) -> list[Tensor]:
         """Go from RETURNING to EMPTY.  Returns what came back for the owned experts, fp32."""
         if handle.collected is None:
-            assert handle.operation is not None, f"{self.replicas.layer}: no return was started"
-            self._wait(self.gradient_pipeline, handle.operation)
+            assert handle.reduce is not None, f"{self.replicas.name}: no return was started"
+            self._wait(self.gradient_pipeline, handle.reduce)
             handle.collected = self.replicas.take_returned()
             self.returning, self.gradients = None, Gradients.EMPTY
         return handle.collected
@@ -152,7 +152,7 @@ class LayerExperts:
         """Go from RETURNING to EMPTY: wait, and forget what came back.  CommunicationError if it does not come."""
         if (handle := self.returning) is not None:
             self.finish_return(handle)
-            handle.operation = handle.collected = None  # the graph of a backward that failed may live on
+            handle.reduce = handle.collected = None  # the graph of a backward that failed may live on
 
     def refuse_changed(self) -> None:
         """Raise VerificationError if torch has counted a write to owned parameters since they were shipped.
@@ -162,7 +162,7 @@ class LayerExperts:
         if self.weights in (Weights.SHIPPING, Weights.FRESH) and self.versions != self.replicas.own.versions():
             # The other ranks do not know of the write: a shipment that this rank starts alone would never end.
             raise VerificationError(
-                f"{self.replicas.layer}: parameters of this rank's experts were changed outside engine.step() and "
+                f"{self.replicas.name}: parameters of this rank's experts were changed outside engine.step() and "
                 f"loading, so their replicas are old; call ds_hybridep.refresh(engine) on all ranks after that"
             )
 
@@ -178,7 +178,7 @@ class LayerExperts:
         """Raise GradientNotReturnedError if another plan, or other hot experts, have taken over since the forward."""
         if version != self.replicas.version:
             raise GradientNotReturnedError(
-                f"{self.replicas.layer}: this backward belongs to a forward that ran before hybridep changed its plan "
+                f"{self.replicas.name}: this backward belongs to a forward that ran before hybridep changed its plan "
                 f"or its hot experts, or was detached; run both before the change, or both after it"
             )
 
@@ -186,7 +186,7 @@ class LayerExperts:
         """Raise UnsupportedError unless the running backward is for all parameters."""
         if not accumulates(handle.always):
             raise UnsupportedError(
-                f"{self.replicas.layer}: torch.autograd.grad (or a backward with `inputs`) asks for gradients of "
+                f"{self.replicas.name}: torch.autograd.grad (or a backward with `inputs`) asks for gradients of "
                 f"experts with copies on other ranks, which works only without gradient codecs, and at an "
                 f"accumulation boundary without micro-steps before it; leave these experts out of it, read `.grad` "
                 f"after engine.backward, or set every domain_size to 1 and use no hot experts"
@@ -271,7 +271,7 @@ class MigrationManager:
         if is_lossy or layer.gradients is Gradients.ACCUMULATING or not self._is_boundary():
             layer.refuse_partial(handle)  # what waits must be for the optimizer step
         layer.add_gradients(gradients)
-        handle.operation = None
+        handle.reduce = None
         if self._is_boundary():
             self.before_return()
             layer.start_return(handle)
@@ -330,7 +330,7 @@ class MigrationManager:
     def not_returned(self) -> list[str]:
         """Layers whose replicas hold gradients."""
         waiting = (Gradients.ACCUMULATING, Gradients.RETURNING)
-        return [layer.replicas.layer for layer in self.layers if layer.gradients in waiting]
+        return [layer.replicas.name for layer in self.layers if layer.gradients in waiting]
 
     def check_returned(self, before: str) -> None:
         """Raise GradientNotReturnedError if replicas hold gradients; `before` says what is about to happen."""
@@ -410,11 +410,11 @@ class _FinishReturn(Function):
         # Autograd accumulates these gradients before it does anything else, and then needs the parameters' shapes.
         if away := ctx.layer.replicas.own.give_full_shapes():
             torch.autograd.Variable._execution_engine.queue_callback(partial(take_away, away))
-        if ctx.handle.operation is None:  # not the accumulation boundary: the owner's own part only
+        if ctx.handle.reduce is None:  # not the accumulation boundary: the owner's own part only
             return None, None, None, *gradients
-        with profiler_range("finish_return", ctx.layer.replicas.layer):
+        with profiler_range("finish_return", ctx.layer.replicas.name):
             returned = ctx.layer.finish_return(ctx.handle)
-            ctx.handle.operation = ctx.handle.collected = None  # the graph may live on
+            ctx.handle.reduce = ctx.handle.collected = None  # the graph may live on
             summed = [other.add_(own).to(own.dtype) for own, other in zip(gradients, returned, strict=True)]
             return None, None, None, *summed
 
@@ -434,7 +434,7 @@ class _StartReturn(Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         if torch.is_grad_enabled():
             raise UnsupportedError(NO_SECOND_DERIVATIVES)
-        with profiler_range("start_return", ctx.layer.replicas.layer):
+        with profiler_range("start_return", ctx.layer.replicas.name):
             ctx.layer.refuse_old(ctx.version)
             ctx.manager.take_gradients(ctx.layer, ctx.handle, gradients[ctx.num_own :])
         return None, None, None, *gradients[: ctx.num_own]

@@ -13,7 +13,7 @@ from ds_hybridep.sync.error_feedback import ErrorFeedback
 from ds_hybridep.sync.home import Home
 from ds_hybridep.sync.messages import NARROW, MessageLayout, PacketPart, load_states, packet_parts, split
 from ds_hybridep.sync.mirrors import HeldSlot, Mirror, PatchReplica, PatchSender, Replica
-from ds_hybridep.sync.slot_codecs import CodecSums, SlotCodecs
+from ds_hybridep.sync.slot_codecs import CodecCounters, SlotCodecs
 from ds_hybridep.sync.stages import SlotKey
 
 
@@ -75,7 +75,7 @@ class ParameterCodecs(SlotCodecs):
         *,
         dtype: torch.dtype,
         nothing: ErrorFeedback,
-        counters: CodecSums,
+        counters: CodecCounters,
     ) -> None:
         super().__init__({slot: packet_parts(held) for slot, held in enumerate(spans)}, nothing, counters, "weight")
         used = {level: codec for level, codec in codecs.items() if codec is not None}

@@ -50,6 +50,7 @@ class GradientSender:
 
     name: of the layer or group, the rank and the level, for the random rounding.
     codec: None for a level where gradients go as they are; then it only keeps what others leave out.
+    home: where residuals are, on the device or in host memory: `fetch` brings one to the device, `store` keeps one.
     """
 
     def __init__(self, name: str, codec: Codec | None, home: Home, transaction: Transaction) -> None:

@@ -53,7 +53,7 @@ class FlatSlots:
         codecs: SlotCodecs | None = None,
         sums: Sequence[Tensor] = (),
     ) -> None:
-        self.layer = group.name
+        self.name = group.name
         self.stages, self.own_slot = group.stages, group.own_slot
         self.device = values[0].device
         self.streams: DeviceStreams | None = None  # work runs in the caller's stream
@@ -74,7 +74,7 @@ class FlatSlots:
         return [self._sums[slot]]
 
     def sum_parts(self, slot: SlotKey) -> list[Tensor]:
-        assert self.codecs is not None, f"{self.layer}: nothing is encoded"
+        assert self.codecs is not None, f"{self.name}: nothing is encoded"
         return split(self._sums[slot], self.codecs.parts[slot])
 
     def drop_sums(self, slot: SlotKey) -> None:

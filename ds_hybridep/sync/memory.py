@@ -14,7 +14,7 @@ from ds_hybridep.sync.buffers import ParameterCodecs
 from ds_hybridep.sync.error_feedback import ErrorFeedback
 from ds_hybridep.sync.home import Home
 from ds_hybridep.sync.messages import PacketPart, packet_parts
-from ds_hybridep.sync.slot_codecs import CodecSums, Encoding, SlotCodecs
+from ds_hybridep.sync.slot_codecs import CodecCounters, Encoding, SlotCodecs
 from ds_hybridep.sync.stages import SlotKey
 from ds_hybridep.sync.transaction import Transaction
 
@@ -56,7 +56,7 @@ class CodecMemory:
         self.results = ErrorFeedback(f"{name}, results", (slowest,), home, transaction, rank=rank)
         self.rounded = ErrorFeedback(f"{name}, rounded", (None,), home, transaction, rank=rank)
         self.parameters: dict[str, ParameterCodecs] = {}  # by dtype and spans
-        self.counters = CodecSums()  # what codecs did
+        self.counters = CodecCounters()  # what codecs did
         self._nothing = ErrorFeedback("", (), Home(device), transaction, rank=rank)
         self._buffers: dict[str, BufferCodecs] = {}  # by dtype and spans, the latest ones
         self._slices: dict[Span, list[tuple[int, Span]]] = {}  # of sums for all ranks: (slot, part of the span)
@@ -68,7 +68,7 @@ class CodecMemory:
         """The sum of squares of the gradients that were not delivered yet."""
         return sum(one.squared_residual() for one in (self.sums, self.results, self.rounded))
 
-    def stats(self) -> CodecSums:
+    def stats(self) -> CodecCounters:
         """Return what codecs did, and how much of the gradients they have not delivered."""
         return replace(self.counters, squared_residual=self.squared_residual)
 

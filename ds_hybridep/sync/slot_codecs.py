@@ -42,7 +42,7 @@ class Encoding:
 
 
 @dataclass
-class CodecSums:
+class CodecCounters:
     """What the codecs of one layer did on this rank under one plan, as sums that can be added over ranks.
 
     Bytes count encoded messages as they were sent, fp32 bytes what these hold.  Seconds are the host's: with a device,
@@ -113,13 +113,13 @@ class SlotCodecs:
         self,
         parts: Mapping[SlotKey, tuple[PacketPart, ...]],
         feedback: ErrorFeedback,
-        counters: CodecSums | None = None,
+        counters: CodecCounters | None = None,
         kind: Literal["weight", "gradient"] = "gradient",
         *,
         loss_scale: Callable[[], float] = no_scale,
     ) -> None:
         self.parts, self.feedback, self._kind, self.loss_scale = parts, feedback, kind, loss_scale
-        self.counters = counters or CodecSums()
+        self.counters = counters or CodecCounters()
         self._layouts: dict[tuple[int, SlotKey], MessageLayout] = {}  # of gradients, by level and slot
 
     def replace_parts(self, parts: Mapping[SlotKey, tuple[PacketPart, ...]]) -> None:

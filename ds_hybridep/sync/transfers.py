@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 class Slots(Protocol):
     """What this rank holds of the data that a group of ranks shares: one slot for each owner."""
 
-    layer: str
+    name: str
     stages: tuple[Stage, ...]
     own_slot: int
     device: torch.device
@@ -152,7 +152,7 @@ class Gather(StagedTransfer):
         self._fresh: list[tuple[SlotKey, int]] = []  # (slot, sender) of what the stage under way brings
 
     def _start_stage(self, stage: Stage) -> Transfer:
-        assert stage.weights is not None, f"{self.slots.layer}: level {stage.level} has no channel"
+        assert stage.weights is not None, f"{self.slots.name}: level {stage.level} has no channel"
         sends: list[Part] = []
         receives: list[Part] = []
         for peer in stage.peers:
@@ -223,7 +223,7 @@ class Reduce(StagedTransfer):
         self._sent: list[Tensor] = []  # keeps messages alive until they have been sent
 
     def _start_stage(self, stage: Stage) -> Transfer:
-        assert stage.gradients is not None, f"{self.slots.layer}: level {stage.level} has no channel"
+        assert stage.gradients is not None, f"{self.slots.name}: level {stage.level} has no channel"
         sends: list[Part] = []
         receives: list[Part] = []
         for peer in stage.peers:

@@ -235,7 +235,7 @@ def collect(
     Returns:
         A function that waits for what others have sent of this rank's experts, and returns it.
     """
-    assert (codecs := slots.codecs) is not None, f"{slots.layer}: nothing is lossy"
+    assert (codecs := slots.codecs) is not None, f"{slots.name}: nothing is lossy"
     gradients, own, sent_parts = codecs.feedback, slots.own_slot, codecs.parts if parts is None else parts
     others = [slot for slot in range(len(ranks)) if slot != own]
     # Two ranks hold each other's slots as a whole, or only the hot experts.
@@ -248,7 +248,7 @@ def collect(
     ]
     arrived = {slot: _zeros(slots, of_own[is_far[slot]]) for slot in others}
     gradients.forget(None if parts is None else _crossing(slots, parts))
-    purpose = Purpose("expert_gradients", "hand-over of residuals", slots.layer)
+    purpose = Purpose("expert_gradients", "hand-over of residuals", slots.name)
     receives = [(ranks[slot], one) for slot, one in arrived.items()]
     transfer = transport.channel("hand_over", ranks).start(sent, receives, purpose)
 

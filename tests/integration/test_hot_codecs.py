@@ -151,7 +151,7 @@ def undelivered(engine: Engine) -> dict[str, torch.Tensor]:
     of_all: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(of_all, pieces)
     sizes = {
-        f"{one.layer} {piece.name}": num_experts * piece.shape.numel()
+        f"{one.name} {piece.name}": num_experts * piece.shape.numel()
         for one in replicas_of(engine)
         for piece in one.layout.trainable
     }

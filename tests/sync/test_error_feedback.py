@@ -189,9 +189,7 @@ def test_residuals_in_host_memory_are_there_before_they_are_handed_over(monkeypa
         return SimpleNamespace(wait=int)
 
     transport: Any = SimpleNamespace(channel=lambda *_: SimpleNamespace(start=start))
-    slots: Any = SimpleNamespace(
-        codecs=codecs, own_slot=0, device=CPU, layer="moe", stages=(SimpleNamespace(level=0),)
-    )
+    slots: Any = SimpleNamespace(codecs=codecs, own_slot=0, device=CPU, name="moe", stages=(SimpleNamespace(level=0),))
     collect(slots, (0, 1), transport, num_ranks=2)
     assert torch.equal(sent[0], late.reshape(-1))
 
