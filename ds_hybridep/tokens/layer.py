@@ -118,6 +118,8 @@ class HybridMoE:
             rows, topk_idx, topk_weights, state = dispatch(rows, topk_idx, topk_weights, exchange)
             states.append(state)
             self.stats.rows_sent += sum(state.send_splits) - state.send_splits[exchange.self_index]
+        if self.migration is not None:
+            self.migration.layers[self.position].finish_shipment()  # waits for the weights
         partial_sums = self._compute(rows, topk_idx, topk_weights, weights_by_slot)
         for state in reversed(states):
             partial_sums = combine(partial_sums, state)
@@ -135,13 +137,10 @@ class HybridMoE:
 
         weights_by_slot: as `MigrationManager.acquire` returns them; None: the modules' own.
         """
-        if self.migration is not None:
-            self.migration.layers[self.position].finish_shipment()
         with profiler_range("experts", self.name):
+            # 1. Order the rows by expert: each expert that is held is a destination.
             held = [expert for slot in self.held.by_slot for expert in slot]
-            routes = self.kernels.plan_routes(
-                topk_idx, self.held.table, len(held)
-            )  # each expert is a destination here
+            routes = self.kernels.plan_routes(topk_idx, self.held.table, len(held))
             splits = routes.rows_per_destination
             self.stats.rows_computed += sum(splits)
             # A re-entrant checkpoint runs its first forward without gradients.
@@ -151,7 +150,7 @@ class HybridMoE:
             if self.weighs_inputs:
                 expert_rows = weigh_rows(expert_rows, topk_weights, routes)
                 topk_weights = torch.ones_like(topk_weights)
-            # Split the rows by call.  A call is of one expert, or of all experts of a slot.
+            # 2. Split them by call.  A call is of one expert, or of all experts of a slot.
             is_grouped = len(self.experts) < self.num_local
             counts: list[tuple[int, ...]] = []
             for slot in self.held.by_slot:
@@ -162,14 +161,14 @@ class HybridMoE:
             else:
                 weights = [one for slot in weights_by_slot for one in slot]
             chunks = expert_rows.split([sum(count) for count in counts])
+            # 3. Compute, and add up what a row's experts return.
             outputs: list[Tensor] = []
             with self._computing_experts():
                 for at, (chunk, count) in enumerate(zip(chunks, counts, strict=True)):
                     module = self.experts[at % len(self.experts)]  # its code, and for the own slot what is frozen
                     outputs.append(self.call(module, weights[at], chunk, count))
             output = outputs[0] if len(outputs) == 1 else torch.cat(outputs)  # cat would copy a single one too
-            partial_sums = weighted_sum(output, topk_weights, routes, self.kernels)
-        return partial_sums
+            return weighted_sum(output, topk_weights, routes, self.kernels)
 
     @contextmanager
     def _computing_experts(self) -> Iterator[None]:
