@@ -169,22 +169,20 @@ class Replicas:
         self._make_sums(self.own_slot)
 
     def sums(self, slot: SlotKey) -> list[Tensor]:
-        """Return a slot's partial gradients, fp32 [e * n] for each trainable block."""
+        """Return a slot's partial gradients, fp32 [e * n] for each trainable block.
+
+        They include what came back for its hot experts, which is added when it is asked for.
+        """
         if isinstance(slot, HotSlot):
             return self._hot.sums(slot.slot)
-        self._add_returned_hot(slot)
+        if self.hot is not None:
+            self.hot.add_returned(slot, self.layout.parts(self._sums[slot]))
         return self._sums[slot]
 
     def sum_parts(self, slot: SlotKey) -> list[Tensor]:
         if isinstance(slot, HotSlot):
             return self._hot.sum_parts(slot.slot)
-        self._add_returned_hot(slot)
-        return self.layout.parts(self._sums[slot])
-
-    def _add_returned_hot(self, slot: int) -> None:
-        """Add to a slot's sums what other ranks returned for its hot experts."""
-        if self.hot is not None:
-            self.hot.add_returned(slot, self.layout.parts(self._sums[slot]))
+        return self.layout.parts(self.sums(slot))
 
     def drop_sums(self, slot: SlotKey) -> None:
         self.free_behind_side(self._hot.drop_sums(slot.slot) if isinstance(slot, HotSlot) else self._sums.pop(slot))

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The two moves of parameters: `Gather` brings values from owners to holders, `Reduce` sums gradients at owners.
 
-Both move slots in stages, one per level (see `sync.stages`).  Codecs determine what a slot's values or sums look like
-on a link; `sync.error_feedback` keeps what packets of gradients leave out.
+Both move slots in stages, one per level (see `sync.stages`).  Where a level has a codec, `sync.mirrors` makes and
+takes messages of values, and `sync.slot_codecs` those of sums.
 """
 
 import logging
