@@ -45,7 +45,7 @@ class Exchange:
     layer: str
     ranks: tuple[int, ...]  # destinations in order, this rank included
     self_index: int
-    expert_to_destination: Tensor  # [E] int32
+    expert_to_destination: Tensor  # [E] int32, places in `ranks`: where rows of an expert go
     channel: Channel
     kernels: Kernels
     row_formats: tuple[RowFormat | None, ...]  # of rows to and from each destination; None: unencoded
@@ -205,8 +205,8 @@ def _swap_first_messages(
     exchange: Exchange, parts: Sequence[tuple[Tensor, Tensor]], purpose: Purpose, num_tokens: int
 ) -> list[Tensor]:
     channel, device = exchange.channel, parts[0][0].device
-    said = b"".join(header_of(len(part[1]), num_tokens, _stamp(exchange, part)) for part in parts)
-    headers = to_device(torch.frombuffer(bytearray(said), dtype=torch.uint8), device).view(-1, HEADER_BYTES)
+    joined = b"".join(header_of(len(part[1]), num_tokens, _stamp(exchange, part)) for part in parts)
+    headers = to_device(torch.frombuffer(bytearray(joined), dtype=torch.uint8), device).view(-1, HEADER_BYTES)
     sends, receives = [], []
     for i, rank in exchange.peers:
         pieces = [_bytes_of(part) for part in (headers[i], *(p[: exchange.room_to[i]] for p in parts[i]))]
@@ -235,8 +235,8 @@ def _unpack(message: Tensor, num_rows: int, samples: Sequence[Tensor]) -> list[T
 
 def header_of(num_rows: int, num_tokens: int, stamp: int) -> bytes:
     """Return the start of a first message: rows, surplus included; tokens of the sender; stamp; checksum of these."""
-    said = struct.pack("<iiI", num_rows, num_tokens, stamp)
-    return said + struct.pack("<I", zlib.crc32(said))
+    fields = struct.pack("<iiI", num_rows, num_tokens, stamp)
+    return fields + struct.pack("<I", zlib.crc32(fields))
 
 
 def read_header(header: bytes, stamp: int) -> int:

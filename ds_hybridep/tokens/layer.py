@@ -111,7 +111,8 @@ class HybridMoE:
 
     def forward(self, x: Tensor, topk_idx: Tensor, topk_weights: Tensor) -> Tensor:
         """Return the weighted sum of the routed experts' outputs, [T, D] -> [T, D]; arguments as for `dispatch`."""
-        # Acquire before the dispatch, so that the backward sends tokens first and expert gradients after them.
+        # Weights join the graph before the dispatch, so that the backward sends tokens first and gradients of experts
+        # after them.  Their values may still be on their way.
         weights_by_slot = None if self.migration is None else self.migration.acquire(self.position)
         rows, states = x, []
         for exchange in self.exchanges:
@@ -119,7 +120,7 @@ class HybridMoE:
             states.append(state)
             self.stats.rows_sent += sum(state.send_splits) - state.send_splits[exchange.self_index]
         if self.migration is not None:
-            self.migration.layers[self.position].finish_shipment()  # waits for the weights
+            self.migration.layers[self.position].finish_shipment()  # waits for the values
         partial_sums = self._compute(rows, topk_idx, topk_weights, weights_by_slot)
         for state in reversed(states):
             partial_sums = combine(partial_sums, state)
