@@ -73,7 +73,7 @@ HOLDER = [  # what happens, and where: files and their classes
     ("autograd has the gradient of a replica", "experts/migration.py: _StartReturn, LayerExperts"),
     ("added to the sums of its slot, fp32", "experts/replicas.py: Replicas"),
     ("at the boundary, level by level, the fastest first", "sync/transfers.py: Reduce, StagePipeline"),
-    ("a slot's sums become a message for a level", "sync/slot_codecs.py: SlotCodecs"),
+    ("a slot's sums become a message for a level", "sync/error_feedback.py: SlotCodecs"),
     ("+ residual, encoded; what is left is the next residual", "sync/error_feedback.py: GradientSender; codecs/"),
     ("the message leaves", "transport/channels.py: Channel; link/"),
 ]

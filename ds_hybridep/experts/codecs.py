@@ -8,10 +8,10 @@ from typing import Any
 from torch import Tensor
 
 from ds_hybridep.codecs import Codec, PatchCodec
-from ds_hybridep.sync.error_feedback import ErrorFeedback
+from ds_hybridep.sync.encoding import CodecCounters
+from ds_hybridep.sync.error_feedback import ErrorFeedback, SlotCodecs
 from ds_hybridep.sync.messages import MessageLayout, PacketPart
 from ds_hybridep.sync.mirrors import HeldSlot, Mirror, PatchReplica, PatchSender, Replica
-from ds_hybridep.sync.slot_codecs import CodecCounters, SlotCodecs
 from ds_hybridep.sync.stages import SlotKey
 
 

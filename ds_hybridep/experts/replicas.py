@@ -22,11 +22,11 @@ from ds_hybridep.experts.slots import OwnSlot, ParameterSlice, SlotLayout
 from ds_hybridep.geometry.cluster import flatten, unflatten
 from ds_hybridep.geometry.partition import Partition
 from ds_hybridep.geometry.slots import Span
+from ds_hybridep.sync.encoding import Encoding
 from ds_hybridep.sync.error_feedback import ErrorFeedback
 from ds_hybridep.sync.home import Home
 from ds_hybridep.sync.messages import PacketPart
 from ds_hybridep.sync.mirrors import Mirror, PatchSender
-from ds_hybridep.sync.slot_codecs import Encoding
 from ds_hybridep.sync.stages import HotSlot, SlotKey, Stage
 from ds_hybridep.sync.transaction import Transaction
 from ds_hybridep.sync.transfers import Gather, needs_equal_lengths

@@ -21,7 +21,7 @@ from ds_hybridep.geometry.partition import Partition
 from ds_hybridep.geometry.token_route import TokenExchange, build_route, choose_exchange
 from ds_hybridep.kernels import Kernels, Mode
 from ds_hybridep.plan.plan import JobPlan, plan_of
-from ds_hybridep.sync.slot_codecs import Encoding, no_master, no_scale
+from ds_hybridep.sync.encoding import Encoding, no_master, no_scale
 from ds_hybridep.sync.stages import connect, gather_stages
 from ds_hybridep.sync.transaction import Transaction
 from ds_hybridep.sync.transfers import StagePipeline

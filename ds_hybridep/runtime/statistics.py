@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from ds_hybridep.runtime.build import PlannedLayer
 from ds_hybridep.runtime.hot_experts import HotExperts
-from ds_hybridep.sync.slot_codecs import CodecCounters
+from ds_hybridep.sync.encoding import CodecCounters
 from ds_hybridep.tokens.layer import HybridMoE
 from ds_hybridep.transport.channels import KINDS, Purpose, Transport
 

@@ -9,11 +9,11 @@ from torch import Tensor
 
 from ds_hybridep.codecs import Codec, PacketOrder, PatchCodec
 from ds_hybridep.geometry.slots import Span
-from ds_hybridep.sync.error_feedback import ErrorFeedback
+from ds_hybridep.sync.encoding import CodecCounters
+from ds_hybridep.sync.error_feedback import ErrorFeedback, SlotCodecs
 from ds_hybridep.sync.home import Home
 from ds_hybridep.sync.messages import NARROW, MessageLayout, PacketPart, load_states, packet_parts, split
 from ds_hybridep.sync.mirrors import HeldSlot, Mirror, PatchReplica, PatchSender, Replica
-from ds_hybridep.sync.slot_codecs import CodecCounters, SlotCodecs
 from ds_hybridep.sync.stages import SlotKey
 
 

@@ -27,11 +27,11 @@ from ds_hybridep.errors import VerificationError
 from ds_hybridep.geometry.partition import Partition
 from ds_hybridep.geometry.slots import Span, cut, even_bounds, whole
 from ds_hybridep.sync.buffers import HeldSum, ParameterCodecs
-from ds_hybridep.sync.error_feedback import ErrorFeedback
+from ds_hybridep.sync.encoding import Encoding
+from ds_hybridep.sync.error_feedback import ErrorFeedback, SlotCodecs
 from ds_hybridep.sync.memory import CodecMemory
 from ds_hybridep.sync.messages import NARROW, PacketPart, split
 from ds_hybridep.sync.mirrors import HeldSlot
-from ds_hybridep.sync.slot_codecs import Encoding, SlotCodecs
 from ds_hybridep.sync.stages import SlotKey, Stage, connect, gather_stages
 from ds_hybridep.sync.transaction import Transaction
 from ds_hybridep.sync.transfers import Gather, Reduce, StagedTransfer, StagePipeline, needs_equal_lengths

@@ -11,10 +11,10 @@ from torch import Tensor
 
 from ds_hybridep.geometry.slots import Span, cut, even_bounds
 from ds_hybridep.sync.buffers import ParameterCodecs
-from ds_hybridep.sync.error_feedback import ErrorFeedback
+from ds_hybridep.sync.encoding import CodecCounters, Encoding
+from ds_hybridep.sync.error_feedback import ErrorFeedback, SlotCodecs
 from ds_hybridep.sync.home import Home
 from ds_hybridep.sync.messages import PacketPart, packet_parts
-from ds_hybridep.sync.slot_codecs import CodecCounters, Encoding, SlotCodecs
 from ds_hybridep.sync.stages import SlotKey
 from ds_hybridep.sync.transaction import Transaction
 

@@ -2,7 +2,7 @@
 """The two moves of parameters: `Gather` brings values from owners to holders, `Reduce` sums gradients at owners.
 
 Both move slots in stages, one per level (see `sync.stages`).  Where a level has a codec, `sync.mirrors` makes and
-takes messages of values, and `sync.slot_codecs` those of sums.
+takes messages of values, and `sync.error_feedback` those of sums.
 """
 
 import logging
@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from ds_hybridep.errors import CommunicationError, PacketError
+from ds_hybridep.sync.error_feedback import SlotCodecs
 from ds_hybridep.sync.mirrors import HeldSlot
-from ds_hybridep.sync.slot_codecs import SlotCodecs
 from ds_hybridep.sync.stages import SlotKey, Stage
 from ds_hybridep.transport.channels import Purpose, Transfer, Transport
 from ds_hybridep.transport.streams import DeviceStreams, Mark, Part

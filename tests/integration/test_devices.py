@@ -26,8 +26,8 @@ from ds_hybridep.geometry.partition import Partition
 from ds_hybridep.geometry.slots import whole
 from ds_hybridep.kernels import Routes, load_kernels
 from ds_hybridep.runtime import log
+from ds_hybridep.sync.encoding import Encoding
 from ds_hybridep.sync.group_sync import GroupSync
-from ds_hybridep.sync.slot_codecs import Encoding
 from ds_hybridep.sync.stages import gather_stages
 from ds_hybridep.sync.transaction import Transaction
 from ds_hybridep.sync.transfers import Reduce

@@ -21,7 +21,7 @@ from ds_hybridep.geometry.packets import return_depth
 from ds_hybridep.geometry.partition import Partition
 from ds_hybridep.plan.plan import plan_of
 from ds_hybridep.runtime.build import encoding_of
-from ds_hybridep.sync.slot_codecs import Encoding
+from ds_hybridep.sync.encoding import Encoding
 from ds_hybridep.sync.stages import gather_stages
 from ds_hybridep.sync.transaction import Transaction
 

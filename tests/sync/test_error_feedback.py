@@ -13,10 +13,9 @@ from ds_hybridep.codecs.compact import compact, expand
 from ds_hybridep.config_codecs import recommended_codecs
 from ds_hybridep.errors import PacketError
 from ds_hybridep.geometry.slots import Span, whole
-from ds_hybridep.sync.error_feedback import ErrorFeedback, residual_of
+from ds_hybridep.sync.error_feedback import ErrorFeedback, SlotCodecs, residual_of
 from ds_hybridep.sync.home import Home
 from ds_hybridep.sync.messages import MessageLayout, PacketPart, packet_parts
-from ds_hybridep.sync.slot_codecs import SlotCodecs
 from ds_hybridep.sync.transaction import Transaction
 from ds_hybridep.sync.undelivered import GradientTarget, Undelivered, UndeliveredGradients, collect, kept_back_in
 
