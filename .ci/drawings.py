@@ -69,21 +69,21 @@ def rooms() -> str:
     return page(760, 64 + 46 * len(order), label, parts)
 
 
-HOLDER = [  # what happens, and which class does it
-    ("autograd has the gradient of a replica", "backward of the experts"),
-    ("added to the sums of its slot, fp32", "LayerExperts, Replicas"),
-    ("at the boundary the return starts", "_StartReturn, MigrationManager"),
-    ("level by level, the fastest first", "Reduce, in a StagePipeline"),
-    ("+ residual, encoded, what is left is the next residual", "GradientSender, Codec"),
-    ("the message leaves", "Channel, Link"),
+HOLDER = [  # what happens, and where: files and their classes
+    ("autograd has the gradient of a replica", "experts/migration.py: _StartReturn, LayerExperts"),
+    ("added to the sums of its slot, fp32", "experts/replicas.py: Replicas"),
+    ("at the boundary, level by level, the fastest first", "sync/transfers.py: Reduce, StagePipeline"),
+    ("a slot's sums become a message for a level", "sync/error_feedback.py: SlotCodecs"),
+    ("+ residual, encoded; what is left is the next residual", "sync/error_feedback.py: GradientSender; codecs/"),
+    ("the message leaves", "transport/channels.py: Channel; link/"),
 ]
 OWNER = [
-    ("+ copies in other EP groups; then the step", "DataParallelSync, the engine's optimizer"),
-    ("+ what earlier plans left undelivered", "UndeliveredGradients"),
-    ("added to the owner's own gradient", "_FinishReturn"),
-    ("added to the sums of the own slot", "Reduce"),
-    ("in order, decoded", "GradientReceiver, Codec"),
-    ("the message arrives", "Channel, Link"),
+    ("+ copies in other EP groups; then the step", "deepspeed/data_parallel.py; deepspeed/step.py"),
+    ("+ what earlier plans left undelivered", "sync/undelivered.py: UndeliveredGradients"),
+    ("after all levels, added to the owner's own gradient", "experts/migration.py: _FinishReturn"),
+    ("added to the sums of its slot", "sync/transfers.py: Reduce"),
+    ("in order, decoded", "sync/error_feedback.py: GradientReceiver; codecs/"),
+    ("the message arrives", "transport/channels.py: Channel; link/"),
 ]
 
 
@@ -106,7 +106,7 @@ def gradient() -> str:
     below = y + 62
     parts += [
         box(20, below, 760, 64, fill="#fff8f0", stroke=EXPERT),
-        text(32, below + 19, "Transaction: who keeps something from step to step joins before it changes", colour=INK),
+        text(32, below + 19, "transaction.py: who keeps something between steps joins before it changes", colour=INK),
         text(32, below + 37, "commit, when the optimizer step is applied: residuals and packet numbers stay"),
         text(32, below + 55, "undo, when it is skipped or its gradients are dropped: they are again as before"),
     ]

@@ -21,10 +21,10 @@ from torch import Tensor, nn
 
 from ds_hybridep.adaptive.plans import Job
 from ds_hybridep.adaptive.probe import LinkProbe
-from ds_hybridep.experts.migration import is_in_backward
 from ds_hybridep.geometry.cluster import Cluster
 from ds_hybridep.plan.costs import row_counts
 from ds_hybridep.plan.plan import JobPlan
+from ds_hybridep.sync.transaction import is_in_backward
 from ds_hybridep.tokens.layer import LayerStats
 from ds_hybridep.transport.channels import Transport
 from ds_hybridep.transport.streams import synchronize

@@ -22,8 +22,8 @@ import torch
 from torch import Tensor
 
 from ds_hybridep.geometry.cluster import Cluster, Level
+from ds_hybridep.sync.encoding import Encoding
 from ds_hybridep.sync.group_sync import GroupSync
-from ds_hybridep.sync.slot_codecs import Encoding
 from ds_hybridep.sync.transaction import Transaction
 from ds_hybridep.transport.channels import Channel, Purpose, Transport
 from ds_hybridep.transport.streams import synchronize

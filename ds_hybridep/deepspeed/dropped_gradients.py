@@ -15,8 +15,8 @@ from torch import nn
 
 from ds_hybridep.deepspeed.engine_view import view_of
 from ds_hybridep.deepspeed.patches import ENGINE, ZERO_OPTIMIZER, Patches
-from ds_hybridep.experts.migration import is_in_backward
 from ds_hybridep.runtime.runtime import HybridRuntime
+from ds_hybridep.sync.transaction import is_in_backward
 
 
 class DroppedGradients:

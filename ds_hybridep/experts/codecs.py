@@ -1,18 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """What codecs keep of one layer's experts between steps: mirrors of weights, and residuals of gradients."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
 
 from ds_hybridep.codecs import Codec, PatchCodec
-from ds_hybridep.sync.counters import CodecSums
-from ds_hybridep.sync.error_feedback import ErrorFeedback
+from ds_hybridep.sync.encoding import CodecCounters
+from ds_hybridep.sync.error_feedback import ErrorFeedback, SlotCodecs
 from ds_hybridep.sync.messages import MessageLayout, PacketPart
 from ds_hybridep.sync.mirrors import HeldSlot, Mirror, PatchReplica, PatchSender, Replica
-from ds_hybridep.sync.slot_codecs import SlotCodecs
 from ds_hybridep.sync.stages import SlotKey
 
 
@@ -23,8 +22,13 @@ class ExpertCodecs(SlotCodecs):
     replicas: by slot of another rank, what takes its weights where they arrive encoded.
     """
 
-    def __init__(self, parts: Mapping[SlotKey, tuple[PacketPart, ...]], feedback: ErrorFeedback) -> None:
-        super().__init__(parts, feedback, kind="weight")
+    def __init__(
+        self,
+        parts: Mapping[SlotKey, tuple[PacketPart, ...]],
+        feedback: ErrorFeedback,
+        loss_scale: Callable[[], float],
+    ) -> None:
+        super().__init__(parts, feedback, kind="weight", loss_scale=loss_scale)
         self.weight_senders: dict[int, Mirror | PatchSender] = {}
         self.replicas: dict[SlotKey, HeldSlot] = {}
 
@@ -63,7 +67,7 @@ class ExpertCodecs(SlotCodecs):
 
     # -- numbers ----------------------------------------------------------------------------------------------------
 
-    def sums(self, weights: Sequence[Tensor]) -> CodecSums:
+    def stats(self, weights: Sequence[Tensor]) -> CodecCounters:
         """Return what codecs did.  weights: the owned ones, [e, *shape] for each part."""
         distances = [mirror.squared_distance(weights) for mirror in self.mirrors]
         return replace(

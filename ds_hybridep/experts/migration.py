@@ -27,7 +27,7 @@ from torch.autograd import Function
 from ds_hybridep.errors import NO_SECOND_DERIVATIVES, GradientNotReturnedError, UnsupportedError, VerificationError
 from ds_hybridep.experts.partitioned import take_away
 from ds_hybridep.experts.replicas import Replicas, make_shipment
-from ds_hybridep.sync.backward import refuse_partial
+from ds_hybridep.sync.transaction import accumulates, is_in_backward
 from ds_hybridep.sync.transfers import Gather, Reduce, StagedTransfer, StagePipeline
 from ds_hybridep.transport.channels import Purpose, Transport, profiler_range
 
@@ -37,11 +37,6 @@ def outliving_inference() -> Iterator[None]:
     """Let what is made inside be used in training too, if the forward runs under `torch.inference_mode`."""
     with torch.inference_mode(False), torch.no_grad():
         yield
-
-
-def is_in_backward() -> bool:
-    """True inside a running backward: a forward that runs there is a recomputation."""
-    return torch._C._current_graph_task_id() != -1
 
 
 class Weights(Enum):
@@ -65,9 +60,10 @@ class Gradients(Enum):
 class ReturnHandle:
     """Shared by the two autograd nodes of a layer call: the return that StartReturn starts, and its result."""
 
-    operation: Reduce | None = None
+    reduce: Reduce | None = None  # None: not the accumulation boundary, FinishReturn gives the owner's part only
     collected: list[Tensor] | None = None
-    always: Tensor = field(default_factory=partial(torch.empty, 0, requires_grad=True))  # is trained on all ranks
+    # A leaf of the graph that is trained on all ranks, and that no script can ask for.
+    always: Tensor = field(default_factory=partial(torch.empty, 0, requires_grad=True))
 
 
 @dataclass
@@ -101,8 +97,8 @@ class LayerExperts:
 
     def choose_hot(self, experts: Sequence[int]) -> None:
         """Replace the hot experts.  Nothing may be under way, and weights must be shipped next."""
-        assert self.shipment is None, f"{self.replicas.layer}: weights are under way"
-        assert self.returning is None, f"{self.replicas.layer}: gradients are under way"
+        assert self.shipment is None, f"{self.replicas.name}: weights are under way"
+        assert self.returning is None, f"{self.replicas.name}: gradients are under way"
         self.replicas.choose_hot(experts)
 
     @outliving_inference()
@@ -127,18 +123,17 @@ class LayerExperts:
 
     def start_return(self, handle: ReturnHandle) -> None:
         """Go from ACCUMULATING to RETURNING.  Does not block."""
-        self.replicas.prepare_residuals()  # in the current stream, which also frees what is made here
-        purpose = Purpose("expert_gradients", "return of expert gradients", self.replicas.layer)
-        handle.operation, handle.collected = Reduce(self.replicas, purpose), None
-        self.gradient_pipeline.start(handle.operation)
+        purpose = Purpose("expert_gradients", "return of expert gradients", self.replicas.name)
+        handle.reduce, handle.collected = Reduce(self.replicas, purpose), None
+        self.gradient_pipeline.start(handle.reduce)
         self.returning, self.gradients = handle, Gradients.RETURNING
 
     @outliving_inference()
     def finish_return(self, handle: ReturnHandle) -> list[Tensor]:
         """Go from RETURNING to EMPTY.  Returns what came back for the owned experts, fp32."""
         if handle.collected is None:
-            assert handle.operation is not None, f"{self.replicas.layer}: no return was started"
-            self._wait(self.gradient_pipeline, handle.operation)
+            assert handle.reduce is not None, f"{self.replicas.name}: no return was started"
+            self._wait(self.gradient_pipeline, handle.reduce)
             handle.collected = self.replicas.take_returned()
             self.returning, self.gradients = None, Gradients.EMPTY
         return handle.collected
@@ -157,7 +152,7 @@ class LayerExperts:
         """Go from RETURNING to EMPTY: wait, and forget what came back.  CommunicationError if it does not come."""
         if (handle := self.returning) is not None:
             self.finish_return(handle)
-            handle.operation = handle.collected = None  # the graph of a backward that failed may live on
+            handle.reduce = handle.collected = None  # the graph of a backward that failed may live on
 
     def refuse_changed(self) -> None:
         """Raise VerificationError if torch has counted a write to owned parameters since they were shipped.
@@ -167,7 +162,7 @@ class LayerExperts:
         if self.weights in (Weights.SHIPPING, Weights.FRESH) and self.versions != self.replicas.own.versions():
             # The other ranks do not know of the write: a shipment that this rank starts alone would never end.
             raise VerificationError(
-                f"{self.replicas.layer}: parameters of this rank's experts were changed outside engine.step() and "
+                f"{self.replicas.name}: parameters of this rank's experts were changed outside engine.step() and "
                 f"loading, so their replicas are old; call ds_hybridep.refresh(engine) on all ranks after that"
             )
 
@@ -183,8 +178,18 @@ class LayerExperts:
         """Raise GradientNotReturnedError if another plan, or other hot experts, have taken over since the forward."""
         if version != self.replicas.version:
             raise GradientNotReturnedError(
-                f"{self.replicas.layer}: this backward belongs to a forward that ran before hybridep changed its plan "
+                f"{self.replicas.name}: this backward belongs to a forward that ran before hybridep changed its plan "
                 f"or its hot experts, or was detached; run both before the change, or both after it"
+            )
+
+    def refuse_partial(self, handle: ReturnHandle) -> None:
+        """Raise UnsupportedError unless the running backward is for all parameters."""
+        if not accumulates(handle.always):
+            raise UnsupportedError(
+                f"{self.replicas.name}: torch.autograd.grad (or a backward with `inputs`) asks for gradients of "
+                f"experts with copies on other ranks, which works only without gradient codecs, and at an "
+                f"accumulation boundary without micro-steps before it; leave these experts out of it, read `.grad` "
+                f"after engine.backward, or set every domain_size to 1 and use no hot experts"
             )
 
     def _wait(self, pipeline: StagePipeline, transfer: StagedTransfer) -> None:
@@ -264,9 +269,9 @@ class MigrationManager:
         """Add replica gradients to the sums; at the boundary start their return."""
         is_lossy = (codecs := layer.replicas.codecs) is not None and codecs.feedback.is_lossy
         if is_lossy or layer.gradients is Gradients.ACCUMULATING or not self._is_boundary():
-            refuse_partial(layer.replicas.layer, handle.always)  # what waits must be for the optimizer step
+            layer.refuse_partial(handle)  # what waits must be for the optimizer step
         layer.add_gradients(gradients)
-        handle.operation = None  # without one, FinishReturn gives the owner's part only
+        handle.reduce = None
         if self._is_boundary():
             self.before_return()
             layer.start_return(handle)
@@ -325,7 +330,7 @@ class MigrationManager:
     def not_returned(self) -> list[str]:
         """Layers whose replicas hold gradients."""
         waiting = (Gradients.ACCUMULATING, Gradients.RETURNING)
-        return [layer.replicas.layer for layer in self.layers if layer.gradients in waiting]
+        return [layer.replicas.name for layer in self.layers if layer.gradients in waiting]
 
     def check_returned(self, before: str) -> None:
         """Raise GradientNotReturnedError if replicas hold gradients; `before` says what is about to happen."""
@@ -405,11 +410,11 @@ class _FinishReturn(Function):
         # Autograd accumulates these gradients before it does anything else, and then needs the parameters' shapes.
         if away := ctx.layer.replicas.own.give_full_shapes():
             torch.autograd.Variable._execution_engine.queue_callback(partial(take_away, away))
-        if ctx.handle.operation is None:  # not the accumulation boundary: the owner's own part only
+        if ctx.handle.reduce is None:  # not the accumulation boundary: the owner's own part only
             return None, None, None, *gradients
-        with profiler_range("finish_return", ctx.layer.replicas.layer):
+        with profiler_range("finish_return", ctx.layer.replicas.name):
             returned = ctx.layer.finish_return(ctx.handle)
-            ctx.handle.operation = ctx.handle.collected = None  # the graph may live on
+            ctx.handle.reduce = ctx.handle.collected = None  # the graph may live on
             summed = [other.add_(own).to(own.dtype) for own, other in zip(gradients, returned, strict=True)]
             return None, None, None, *summed
 
@@ -429,7 +434,7 @@ class _StartReturn(Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         if torch.is_grad_enabled():
             raise UnsupportedError(NO_SECOND_DERIVATIVES)
-        with profiler_range("start_return", ctx.layer.replicas.layer):
+        with profiler_range("start_return", ctx.layer.replicas.name):
             ctx.layer.refuse_old(ctx.version)
             ctx.manager.take_gradients(ctx.layer, ctx.handle, gradients[ctx.num_own :])
         return None, None, None, *gradients[: ctx.num_own]

@@ -22,12 +22,12 @@ from ds_hybridep.experts.slots import OwnSlot, ParameterSlice, SlotLayout
 from ds_hybridep.geometry.cluster import flatten, unflatten
 from ds_hybridep.geometry.partition import Partition
 from ds_hybridep.geometry.slots import Span
+from ds_hybridep.sync.encoding import Encoding
 from ds_hybridep.sync.error_feedback import ErrorFeedback
 from ds_hybridep.sync.home import Home
 from ds_hybridep.sync.messages import PacketPart
 from ds_hybridep.sync.mirrors import Mirror, PatchSender
-from ds_hybridep.sync.slot_codecs import Encoding
-from ds_hybridep.sync.stages import GatherStage, HotSlot, SlotKey
+from ds_hybridep.sync.stages import HotSlot, SlotKey, Stage
 from ds_hybridep.sync.transaction import Transaction
 from ds_hybridep.sync.transfers import Gather, needs_equal_lengths
 from ds_hybridep.sync.undelivered import stacked
@@ -39,6 +39,7 @@ class Replicas:
     """One layer's replicas on this rank.
 
     Args:
+        name: of the layer.
         experts: this rank's e experts, one module each; if `is_grouped`, one module with parameters [e, *shape].
         partition: domains of the layer's expert-parallel group; with hot experts, those of a hot expert.
         transaction: of the optimizer step.
@@ -49,10 +50,10 @@ class Replicas:
 
     def __init__(
         self,
-        layer: str,
+        name: str,
         experts: Sequence[nn.Module],
         partition: Partition,
-        stages: tuple[GatherStage, ...],
+        stages: tuple[Stage, ...],
         *,
         rank: int,
         encoding: Encoding,
@@ -65,7 +66,7 @@ class Replicas:
         self.layout = SlotLayout(experts, self.device, is_grouped=is_grouped)
         self.trainable_names = tuple(piece.name for piece in self.layout.trainable)
         # 1. Slots.
-        self.layer, self.partition, self.hot_level = layer, partition, hot_level
+        self.name, self.partition, self.hot_level = name, partition, hot_level
         self.domain_ranks = partition.domain_ranks(rank)
         self.own_slot = partition.offset_index(rank)
         self.near_slots = tuple(slot for slot in range(len(self.domain_ranks)) if self.are_near(slot, self.own_slot))
@@ -74,7 +75,7 @@ class Replicas:
         self.parts = self.slot_parts[self.own_slot]
         # 2. Weights, and views of them.
         self.streams = streams_of(self.device)  # None: there is no side stream
-        self.own = OwnSlot(layer, experts, self.layout, encoding.master_of)
+        self.own = OwnSlot(name, experts, self.layout, encoding.master_of)
         self._weights = {slot: [*map(self.layout.new, self.layout.blocks)] for slot in self.replica_slots}
         self._views = {slot: self.layout.by_name(weights) for slot, weights in self._weights.items()}
         self.version = 0  # grows when slots change
@@ -85,7 +86,7 @@ class Replicas:
             )
         # 3. Sums of gradients, by slot, for each trainable block.
         self._sums: dict[int, list[Tensor]] = {}
-        self.away = Away(layer)
+        self.away = Away(name)
         self.codecs = _codecs_of(self, transaction, rank)
 
     @property
@@ -127,7 +128,7 @@ class Replicas:
     def level_between(self, slot: int, other: int) -> int:
         """Return the slowest level between the ranks of two slots."""
         level = self.partition.cluster.level_between(self.domain_ranks[slot], self.domain_ranks[other])
-        assert level is not None, f"{self.layer}: slots {slot} and {other} are of one rank"
+        assert level is not None, f"{self.name}: slots {slot} and {other} are of one rank"
         return level
 
     def expert_ids(self, slot: int) -> range:
@@ -168,33 +169,28 @@ class Replicas:
         self._make_sums(self.own_slot)
 
     def sums(self, slot: SlotKey) -> list[Tensor]:
-        """Return a slot's partial gradients, fp32 [e * n] for each trainable block."""
+        """Return a slot's partial gradients, fp32 [e * n] for each trainable block.
+
+        They include what came back for its hot experts, which is added when it is asked for.
+        """
         if isinstance(slot, HotSlot):
             return self._hot.sums(slot.slot)
-        self._add_returned_hot(slot)
+        if self.hot is not None:
+            self.hot.add_returned(slot, self.layout.parts(self._sums[slot]))
         return self._sums[slot]
 
     def sum_parts(self, slot: SlotKey) -> list[Tensor]:
         if isinstance(slot, HotSlot):
             return self._hot.sum_parts(slot.slot)
-        self._add_returned_hot(slot)
-        return self.layout.parts(self._sums[slot])
-
-    def _add_returned_hot(self, slot: int) -> None:
-        """Add to a slot's sums what other ranks returned for its hot experts."""
-        if self.hot is not None:
-            self.hot.add_returned(slot, self.layout.parts(self._sums[slot]))
+        return self.layout.parts(self.sums(slot))
 
     def drop_sums(self, slot: SlotKey) -> None:
         self.free_behind_side(self._hot.drop_sums(slot.slot) if isinstance(slot, HotSlot) else self._sums.pop(slot))
 
     @property
     def _hot(self) -> HotReplicas:
-        assert self.hot is not None, f"{self.layer}: a hot expert travels, and none can be hot"
+        assert self.hot is not None, f"{self.name}: a hot expert travels, and none can be hot"
         return self.hot
-
-    def loss_scale(self) -> float:
-        return self.encoding.loss_scale()
 
     def trainable_weights(self, slots: Iterable[SlotKey]) -> list[Tensor]:
         """Return trainable weights, ordered by slot, then `experts`, then `trainable_names`."""
@@ -231,6 +227,7 @@ class Replicas:
         iterator = iter(gradients)
         for slot in self.replica_slots:
             self._make_sums(slot)
+            # Views of the sums, in the order of the gradients.
             for part in self.layout.by_module(self.sum_parts(slot)):
                 part.add_(next(iterator))
         for part in () if self.hot is None else self.hot.all_sums():
@@ -299,19 +296,10 @@ class Replicas:
         stages = [stage for stage in self.stages if stage.level != self.hot_level]
         return any(is_exact or self.weight_sender_over(stage) is None for stage in stages)
 
-    def weight_sender_over(self, stage: GatherStage) -> Mirror | PatchSender | None:
+    def weight_sender_over(self, stage: Stage) -> Mirror | PatchSender | None:
         """Return what encodes the owned weights for a stage; None if they go as they are."""
         sender = None if self.codecs is None else self.codecs.weight_senders.get(stage.level)
         return None if sender is None or (sender.varies and needs_equal_lengths(stage)) else sender
-
-    def prepare_residuals(self) -> None:
-        """Make now what is kept of all gradients that leave this rank; otherwise it is made at its first use."""
-        if (codecs := self.codecs) is not None:
-            for stage in (one for one in self.stages if codecs.feedback.codecs[one.level] is not None):
-                for part in (
-                    part for peer in stage.peers for slot in peer.weights_from for part in codecs.parts[slot]
-                ):
-                    codecs.feedback.senders[stage.level].prepare(part)
 
     def free_sent(self) -> None:
         """Free what only a shipment needed, once it has ended."""
@@ -371,7 +359,7 @@ def _parts_of(replicas: Replicas, stacks: Sequence[range]) -> tuple[PacketPart, 
 def _span_of(replicas: Replicas, piece: ParameterSlice, experts: range) -> Span:
     """Return what a parameter of these experts is of the stack of all experts of the layer."""
     size, num_experts = piece.shape.numel(), len(replicas.partition.group_ranks) * replicas.layout.num_local
-    name = stacked(replicas.layer, piece.name)
+    name = stacked(replicas.name, piece.name)
     return Span(name, (num_experts, *piece.shape), experts.start * size, len(experts) * size)
 
 
@@ -382,8 +370,8 @@ def _codecs_of(replicas: Replicas, transaction: Transaction, rank: int) -> Exper
     if not replicas.parts or not any(weights[level] or gradients[level] for level in levels):
         return None
     home = Home(replicas.device, replicas.encoding.is_on_host)
-    feedback = ErrorFeedback(replicas.layer, gradients, home, transaction, rank=rank)
-    codecs = ExpertCodecs(replicas.slot_parts, feedback)
+    feedback = ErrorFeedback(replicas.name, gradients, home, transaction, rank=rank)
+    codecs = ExpertCodecs(replicas.slot_parts, feedback, replicas.encoding.loss_scale)
     for level in levels:
         if (codec := weights[level]) is not None and level != replicas.hot_level:
             codecs.make_sender(level, codec, replicas.parts)
@@ -400,7 +388,7 @@ def make_shipment(replicas: Replicas, *, is_exact: bool) -> Gather:
     trainable parameters, encoded by the codec of the slowest level between owner and replica.
     """
     messages: dict[int, list[Tensor]] = {}
-    purpose = Purpose("expert_weights", "shipping of expert weights", replicas.layer)
+    purpose = Purpose("expert_weights", "shipping of expert weights", replicas.name)
     held = {} if replicas.codecs is None else replicas.codecs.replicas
     shipment = Gather(replicas, purpose, messages, held, is_exact=is_exact)
     codecs, own = replicas.codecs, replicas.own
@@ -421,7 +409,7 @@ def make_shipment(replicas: Replicas, *, is_exact: bool) -> Gather:
             return shipment
         encoded: dict[Mirror | PatchSender, list[Tensor]] = {}
         if patches is not None:
-            assert patches.sent, f"{replicas.layer}: what was sent last was not remembered before the step"
+            assert patches.sent, f"{replicas.name}: what was sent last was not remembered before the step"
             encoded[patches] = patches.encode(weights)
             own.adopt(patches.sent)
         sources = own.sources() if codecs.mirrors else []

@@ -35,7 +35,7 @@ def verify(migration: MigrationManager, transport: Transport, kernels: Kernels) 
             ]
             if wrong:
                 raise VerificationError(
-                    f"{replicas.layer}: the copies of the experts of rank {owner} on ranks {wrong} differ from the "
+                    f"{replicas.name}: the copies of the experts of rank {owner} on ranks {wrong} differ from the "
                     f"owner's weights; if they were changed outside engine.step(), call "
                     f"ds_hybridep.refresh(engine) on all ranks after the change"
                 )
@@ -131,6 +131,6 @@ def _exchange(transport: Transport, replicas: Replicas, own: Tensor) -> dict[int
     tables[transport.rank] = own
     others = [rank for rank in replicas.domain_ranks if rank != transport.rank]
     channel = transport.channel("verify", replicas.domain_ranks)
-    purpose = Purpose("control", "exchange of checksums", replicas.layer)
+    purpose = Purpose("control", "exchange of checksums", replicas.name)
     channel.start([(r, own) for r in others], [(r, tables[r]) for r in others], purpose).wait()
     return tables

@@ -21,12 +21,12 @@ from ds_hybridep.geometry.partition import Partition
 from ds_hybridep.geometry.token_route import TokenExchange, build_route, choose_exchange
 from ds_hybridep.kernels import Kernels, Mode
 from ds_hybridep.plan.plan import JobPlan, plan_of
-from ds_hybridep.sync.slot_codecs import Encoding, no_master, no_scale
+from ds_hybridep.sync.encoding import Encoding, no_master, no_scale
 from ds_hybridep.sync.stages import connect, gather_stages
 from ds_hybridep.sync.transaction import Transaction
 from ds_hybridep.sync.transfers import StagePipeline
 from ds_hybridep.sync.undelivered import GradientTarget, stacked
-from ds_hybridep.tokens.exchange import Exchange, build_exchanges
+from ds_hybridep.tokens.exchange import build_exchanges
 from ds_hybridep.tokens.layer import HeldExperts, HybridMoE
 from ds_hybridep.transport.channels import Transport
 
@@ -137,86 +137,73 @@ def plan_layer(config: HybridEPConfig, spec: LayerSpec) -> PlannedLayer:
     return PlannedLayer(spec, partition, plan)
 
 
-@dataclass(frozen=True)
-class Builder:
-    """Makes the layers of one plan and what moves their experts."""
+def build_layers(
+    planned: Sequence[PlannedLayer],
+    config: HybridEPConfig,
+    transport: Transport,
+    kernels: Kernels,
+    *,
+    encoding: Encoding,
+    transaction: Transaction,
+    is_boundary: Callable[[], bool],
+) -> tuple[dict[str, HybridMoE], MigrationManager]:
+    """Return the layers of one plan by name, and the manager of those that have replicas.
 
-    config: HybridEPConfig
-    transport: Transport
-    kernels: Kernels
-    encoding: Encoding
-    transaction: Transaction
-    is_boundary: Callable[[], bool]
-
-    def build(self, layers: Sequence[PlannedLayer]) -> tuple[dict[str, HybridMoE], MigrationManager]:
-        """Return the layers by name, and the manager of the layers that have replicas.
-
-        Makes channels for each layer: first for tokens, then for weights and gradients by level.  All ranks must call
-        with the same layers.
-        """
-        rank, transport = self.transport.rank, self.transport
-        # 1. Connections.  They come first, so that nobody waits to connect to a rank that fails in a later part.
-        connected = []
-        formats = [level.row_format for level in self.config.levels]
-        for layer in layers:
-            assert layer.exchange is not None
-            spec, device = layer.spec, layer.spec.sample.device
-            route = build_route(layer.partition, rank, spec.num_experts, layer.exchange)
-            exchanges = build_exchanges(
-                route, transport, spec.group, self.kernels, layer=spec.name, device=device, level_formats=formats
-            )
-            if layer.hot_level is not None:
-                transport.channel("loads", spec.group_ranks, background=True)
-                transport.channel("hand_over", layer.of_hot.domain_ranks(rank))
-            stages = connect(gather_stages(layer.of_hot, rank, layer.hot_level), transport, spec.group, device)
-            connected.append((layer, exchanges, stages))
-        # 2. Memory.
-        pipelines: dict[str, tuple[StagePipeline, StagePipeline]] = {}
-        experts: dict[str, LayerExperts] = {}
-        for layer, _, stages in connected:
-            if stages:  # else every domain is one rank
-                spec = layer.spec
-                replicas = Replicas(
-                    spec.name, spec.experts, layer.of_hot, stages, rank=rank, encoding=self.encoding,
-                    transaction=self.transaction, is_grouped=spec.is_grouped,
-                    hot_level=layer.hot_level,
-                )  # fmt: skip
-                if spec.group not in pipelines:
-                    pipelines[spec.group] = StagePipeline(transport), StagePipeline(transport)
-                experts[spec.name] = LayerExperts(replicas, *pipelines[spec.group])
-        most_bytes = max((one.replicas.layout.sum_bytes for one in experts.values()), default=0)
-        depth = return_depth(len(experts), most_bytes, self.config.advanced.prefetch_depth)
-        migration = MigrationManager(transport, list(experts.values()), depth, self.is_boundary)
-        # 3. Layers.
-        positions = {name: position for position, name in enumerate(experts)}
-        built = {
-            layer.spec.name: self._layer_of(layer, exchanges, migration, positions.get(layer.spec.name, -1))
-            for layer, exchanges, _ in connected
-        }
-        return built, migration
-
-    def _layer_of(
-        self,
-        layer: PlannedLayer,
-        exchanges: tuple[Exchange, ...],
-        migration: MigrationManager,
-        position: int,
-    ) -> HybridMoE:
+    Makes channels for each layer: first for tokens, then for weights and gradients by level.  All ranks must call
+    with the same layers, none of which leaves its tokens to DeepSpeed.
+    """
+    # 1. Connections.  They come first, so that nobody waits to connect to a rank that fails in a later part.
+    connected = []
+    formats = [level.row_format for level in config.levels]
+    for layer in planned:
+        assert layer.exchange is not None
+        spec, device, rank = layer.spec, layer.spec.sample.device, transport.rank
+        route = build_route(layer.partition, rank, spec.num_experts, layer.exchange)
+        exchanges = build_exchanges(
+            route, transport, spec.group, kernels, layer=spec.name, device=device, level_formats=formats
+        )
+        if layer.hot_level is not None:
+            transport.channel("loads", spec.group_ranks, background=True)
+            transport.channel("hand_over", layer.of_hot.domain_ranks(rank))
+        stages = connect(gather_stages(layer.of_hot, rank, layer.hot_level), transport, spec.group, device)
+        connected.append((layer, exchanges, stages))
+    # 2. Memory.
+    pipelines: dict[str, tuple[StagePipeline, StagePipeline]] = {}
+    experts: dict[str, LayerExperts] = {}
+    for layer, _, stages in connected:
+        if stages:  # else every domain is one rank
+            spec = layer.spec
+            replicas = Replicas(
+                spec.name, spec.experts, layer.of_hot, stages, rank=transport.rank, encoding=encoding,
+                transaction=transaction, is_grouped=spec.is_grouped, hot_level=layer.hot_level,
+            )  # fmt: skip
+            if spec.group not in pipelines:
+                pipelines[spec.group] = StagePipeline(transport), StagePipeline(transport)
+            experts[spec.name] = LayerExperts(replicas, *pipelines[spec.group])
+    most_bytes = max((one.replicas.layout.sum_bytes for one in experts.values()), default=0)
+    depth = return_depth(len(experts), most_bytes, config.advanced.prefetch_depth)
+    migration = MigrationManager(transport, list(experts.values()), depth, is_boundary)
+    # 3. Layers.
+    positions = {name: position for position, name in enumerate(experts)}
+    built = {}
+    for layer, exchanges, _ in connected:
         spec, partition = layer.spec, layer.partition
-        experts = partition.domain_experts(partition.domain_index(self.transport.rank), spec.num_experts)
-        by_slot = [experts[first : first + spec.num_local] for first in range(0, len(experts), spec.num_local)]
-        return HybridMoE(
+        in_domain = partition.domain_experts(partition.domain_index(transport.rank), spec.num_experts)
+        by_slot = [in_domain[first : first + spec.num_local] for first in range(0, len(in_domain), spec.num_local)]
+        position = positions.get(spec.name, -1)
+        built[spec.name] = HybridMoE(
             name=spec.name,
             experts=spec.experts,
             num_local=spec.num_local,
             exchanges=exchanges,
             held=HeldExperts.of(by_slot, spec.num_experts, spec.sample.device),
-            kernels=self.kernels,
+            kernels=kernels,
             migration=migration if position >= 0 else None,
             position=position,
             call=spec.call,
             weighs_inputs=spec.weighs_inputs,
         )
+    return built, migration
 
 
 def describe(

@@ -80,7 +80,7 @@ class CodecCheckpoint:
     def _state(self) -> dict[str, Any]:
         """Return everything as of the last applied step; tensors are those in use."""
         return {
-            "experts": {one.layer: one.codecs.state_dict() for one in self.replicas if one.codecs is not None},
+            "experts": {one.name: one.codecs.state_dict() for one in self.replicas if one.codecs is not None},
             "synchronised": {name: sync.memory.state_dict() for name, sync in self._groups.items()},
             "undelivered": [(one.name, one.start, one.values) for one in self.waiting.records()],
             "places": self.waiting.places(),
@@ -108,7 +108,7 @@ class CodecCheckpoint:
             self._migration.refresh()
             for replicas in self.replicas:
                 if replicas.codecs is not None:
-                    replicas.codecs.load_state_dict(saved["experts"][replicas.layer])
+                    replicas.codecs.load_state_dict(saved["experts"][replicas.name])
             for name, kept in saved["synchronised"].items():
                 self._syncs[name].memory.load_state_dict(kept)
             self.waiting.add(Undelivered(*one) for one in saved["undelivered"])
@@ -148,7 +148,7 @@ class CodecCheckpoint:
         """Yield residuals of experts' gradients so far, each with a name; read them in the side stream."""
         for replicas in self.replicas:
             if replicas.codecs is not None:
-                yield from _residuals_of(replicas.layer, replicas.codecs.feedback)
+                yield from _residuals_of(replicas.name, replicas.codecs.feedback)
 
     def owed_to_others(self) -> Iterator[tuple[str, Tensor]]:
         """Yield residuals of sums of groups so far, and what waits at parameters, each with a name."""

@@ -18,7 +18,7 @@ from ds_hybridep.experts.partitioned import full_shape
 from ds_hybridep.experts.verification import verify
 from ds_hybridep.kernels import Kernels, load_kernels
 from ds_hybridep.plan.plan import JobPlan
-from ds_hybridep.runtime.build import DENSE, Builder, Facts, PlannedLayer, describe, encoding_of, plan_layer
+from ds_hybridep.runtime.build import DENSE, Facts, PlannedLayer, build_layers, describe, encoding_of, plan_layer
 from ds_hybridep.runtime.codec_state import CodecCheckpoint
 from ds_hybridep.runtime.hot_experts import HotExperts
 from ds_hybridep.runtime.statistics import RuntimeStatistics
@@ -117,10 +117,15 @@ class HybridRuntime:
             for name, ranks in sync_groups.items()
         }
         ours = [layer for layer in planned if layer.exchange is not None]
-        builder = Builder(
-            config, transport, kernels, encoding, transaction=self.transaction, is_boundary=facts.is_boundary
+        self.layers, self.migration = build_layers(
+            ours,
+            config,
+            transport,
+            kernels,
+            encoding=encoding,
+            transaction=self.transaction,
+            is_boundary=facts.is_boundary,
         )
-        self.layers, self.migration = builder.build(ours)
         self.layer_stats: dict[str, LayerStats] = {name: layer.stats for name, layer in self.layers.items()}
         pairs = [(self.layers[layer.spec.name], layer) for layer in ours]
         self.hot = HotExperts(config, transport, pairs)

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from ds_hybridep.runtime.build import PlannedLayer
 from ds_hybridep.runtime.hot_experts import HotExperts
-from ds_hybridep.sync.counters import CodecSums
+from ds_hybridep.sync.encoding import CodecCounters
 from ds_hybridep.tokens.layer import HybridMoE
 from ds_hybridep.transport.channels import KINDS, Purpose, Transport
 
@@ -56,7 +56,7 @@ class RuntimeStatistics:
         """Return the job's counters on rank 0, None on other ranks; all ranks must call at the same step.
 
         Counts are sums over ranks; exposed seconds and waits are means.  "step_s", the median seconds from one step to
-        the next, and "link" are rank 0's.  A layer's "codecs" is `CodecSums.record` of the sums over ranks,
+        the next, and "link" are rank 0's.  A layer's "codecs" is `CodecCounters.record` of the sums over ranks,
         "imbalance" is max over mean of its rows per rank, and "expert_load" is max over mean of its rows per expert.
         With hot experts, "load_before" and "load_after" are max over mean of the rows per rank in the last steps,
         without and with the present "hot_experts".
@@ -98,7 +98,7 @@ class RuntimeStatistics:
                     "rows_sent": stats.rows_sent,
                     "rows_computed": stats.rows_computed,
                     "expert_rows": [stats.expert_rows[expert] for expert in range(len(layer.held.table))],
-                    "codecs": asdict(self._codec_sums(layer) or CodecSums()),
+                    "codecs": asdict(self._codec_counters(layer) or CodecCounters()),
                 }
             )
         return {
@@ -122,7 +122,7 @@ class RuntimeStatistics:
         ]
         layers = []
         for (layer, _), found in zip(self._layers, counters["layers"], strict=True):
-            sums = CodecSums(**found["codecs"])
+            sums = CodecCounters(**found["codecs"])
             codecs = sums.record(num_ranks) if any(found["codecs"].values()) else {}
             layers.append({"name": layer.name, **found, "codecs": codecs, **self._hot.report(layer.name)})
             del layers[-1]["expert_rows"]
@@ -151,7 +151,7 @@ class RuntimeStatistics:
         rows = ([type(leaf)(value) for leaf, value in zip(leaves, row.tolist(), strict=True)] for row in table)
         return [tree_unflatten(row, shape) for row in rows]
 
-    def _codec_sums(self, layer: HybridMoE) -> CodecSums | None:
+    def _codec_counters(self, layer: HybridMoE) -> CodecCounters | None:
         if layer.migration is None:
             return None
         replicas = layer.migration.layers[layer.position].replicas
@@ -160,7 +160,7 @@ class RuntimeStatistics:
         streams = replicas.streams
         # This runs after the encoding of the next weights, which changes mirrors.
         with nullcontext() if streams is None else streams.aside():
-            sums = replicas.codecs.sums(replicas.own.sources())
+            sums = replicas.codecs.stats(replicas.own.sources())
         if streams is not None:
             streams.join()
         return sums

@@ -9,12 +9,11 @@ from torch import Tensor
 
 from ds_hybridep.codecs import Codec, PacketOrder, PatchCodec
 from ds_hybridep.geometry.slots import Span
-from ds_hybridep.sync.counters import CodecSums
-from ds_hybridep.sync.error_feedback import ErrorFeedback
+from ds_hybridep.sync.encoding import CodecCounters
+from ds_hybridep.sync.error_feedback import ErrorFeedback, SlotCodecs
 from ds_hybridep.sync.home import Home
 from ds_hybridep.sync.messages import NARROW, MessageLayout, PacketPart, load_states, packet_parts, split
 from ds_hybridep.sync.mirrors import HeldSlot, Mirror, PatchReplica, PatchSender, Replica
-from ds_hybridep.sync.slot_codecs import SlotCodecs
 from ds_hybridep.sync.stages import SlotKey
 
 
@@ -23,12 +22,10 @@ class HeldSum:
 
     varies = False
 
-    def __init__(self, codecs: SlotCodecs, slot: int, place: Tensor, scale: float) -> None:
-        layout = codecs.layout(0, slot)
-        assert layout is not None, f"slot {slot} is empty"
-        self._layout: MessageLayout = layout
+    def __init__(self, codecs: SlotCodecs, slot: int, place: Tensor) -> None:
+        self._layout = codecs.layout(slot, 0)
         self._sender, self._receiver = codecs.feedback.senders[0], codecs.feedback.receiver(0, slot)
-        self._place, self._scale = place, scale
+        self._place, self._scale = place, codecs.loss_scale()
 
     def new_messages(self) -> list[Tensor]:
         return [self._layout.room(self._place.device)]
@@ -78,7 +75,7 @@ class ParameterCodecs(SlotCodecs):
         *,
         dtype: torch.dtype,
         nothing: ErrorFeedback,
-        counters: CodecSums,
+        counters: CodecCounters,
     ) -> None:
         super().__init__({slot: packet_parts(held) for slot, held in enumerate(spans)}, nothing, counters, "weight")
         used = {level: codec for level, codec in codecs.items() if codec is not None}

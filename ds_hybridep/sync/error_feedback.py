@@ -4,6 +4,8 @@
     sender      gradient + residual -> codec -> packet     residual = what the packet lacks
     receiver    packet -> codec -> added to the sums       checks that no packet is missing
 
+`SlotCodecs` finds the sender or receiver for a slot's message; `ErrorFeedback` has those of one layer or group.
+
 A *residual* belongs to one span of a parameter and to one level.  A span that is not sent in a step keeps its
 residual.  So what has arrived and what still waits is, added up, the sum of the gradients.
 
@@ -12,9 +14,9 @@ communicates.
 """
 
 import zlib
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -23,8 +25,10 @@ from ds_hybridep.codecs import Codec, CodecState, PacketOrder
 from ds_hybridep.codecs.batches import batches, encode_batch
 from ds_hybridep.codecs.compact import compact, compact_shape, expand, mix
 from ds_hybridep.geometry.slots import Span
+from ds_hybridep.sync.encoding import CodecCounters, no_scale
 from ds_hybridep.sync.home import Home
 from ds_hybridep.sync.messages import MessageLayout, PacketPart, squared_norm
+from ds_hybridep.sync.stages import SlotKey
 from ds_hybridep.sync.transaction import Transaction
 
 MIN_COMPACT = 1024  # elements; a smaller residual stays in fp32
@@ -50,6 +54,7 @@ class GradientSender:
 
     name: of the layer or group, the rank and the level, for the random rounding.
     codec: None for a level where gradients go as they are; then it only keeps what others leave out.
+    home: where residuals are, on the device or in host memory: `fetch` brings one to the device, `store` keeps one.
     """
 
     def __init__(self, name: str, codec: Codec | None, home: Home, transaction: Transaction) -> None:
@@ -350,6 +355,78 @@ class ErrorFeedback:
             self.senders[one["level"]].load_state_dict(one)
         for one in saved["received"]:
             self.receiver(one["level"], one["sender"]).load_state_dict(one)
+
+
+class SlotCodecs:
+    """How the slots of one layer or buffer travel encoded.
+
+    Args:
+        parts: by slot, the parts of its messages.
+        feedback: who encodes and decodes gradients; other slots may share it.
+        counters: of these slots and others.
+        kind: what a gather of these slots brings, for the counters.
+        loss_scale: returns the factor by which sums of gradients are multiplied now.
+    """
+
+    def __init__(
+        self,
+        parts: Mapping[SlotKey, tuple[PacketPart, ...]],
+        feedback: ErrorFeedback,
+        counters: CodecCounters | None = None,
+        kind: Literal["weight", "gradient"] = "gradient",
+        *,
+        loss_scale: Callable[[], float] = no_scale,
+    ) -> None:
+        self.parts, self.feedback, self._kind, self.loss_scale = parts, feedback, kind, loss_scale
+        self.counters = counters or CodecCounters()
+        self._layouts: dict[tuple[int, SlotKey], MessageLayout] = {}  # of gradients, by level and slot
+
+    def replace_parts(self, parts: Mapping[SlotKey, tuple[PacketPart, ...]]) -> None:
+        """Let messages have other parts from now on: other experts are hot."""
+        self.parts, self._layouts = parts, {}
+
+    def count_gathered(self, slot: SlotKey, messages: Sequence[Tensor]) -> None:
+        """Count what a gather sends in place of a slot's values."""
+        fp32_bytes = sum(part.fp32_bytes for part in self.parts[slot])
+        self.counters.count(self._kind, sum(message.nbytes for message in messages), fp32_bytes)
+
+    # -- gradients: one message for each slot and level -------------------------------------------------------------
+
+    def encodes(self, slot: SlotKey, level: int) -> bool:
+        """Return True if a slot's gradients cross a level encoded; else they go as they are."""
+        return self.feedback.codecs[level] is not None and bool(self.parts[slot])
+
+    def layout(self, slot: SlotKey, level: int) -> MessageLayout:
+        """Return the layout of a slot's messages over a level that encodes it."""
+        if (level, slot) not in self._layouts:
+            codec = self.feedback.codecs[level]
+            assert codec is not None, f"slot {slot} goes as it is over level {level}"
+            self._layouts[level, slot] = MessageLayout(codec, self.parts[slot])
+        return self._layouts[level, slot]
+
+    def make_residuals(self, slot: SlotKey, level: int) -> None:
+        """Make now what is kept of a slot's gradients over a level; otherwise their first message does."""
+        for part in self.parts[slot] if self.encodes(slot, level) else ():
+            self.feedback.senders[level].prepare(part)
+
+    def encode(self, slot: SlotKey, level: int, sums: Sequence[Tensor]) -> Tensor:
+        """Return the message of a slot's sums (fp32 [e, *shape] for each part), and keep what it leaves out."""
+        layout = self.layout(slot, level)
+        with self.counters.timing("encode_s"):
+            message = self.feedback.senders[level].encode(layout, sums, self.loss_scale())
+        self.counters.count("gradient", message.nbytes, layout.fp32_bytes)
+        return message
+
+    def room(self, slot: SlotKey, level: int) -> Tensor:
+        """Return memory for a message of a slot's gradients."""
+        return self.layout(slot, level).room(self.feedback.home.device)
+
+    def add(self, slot: SlotKey, level: int, message: Tensor, *, sender: int, sums: Sequence[Tensor]) -> None:
+        """Add what a message from the rank `sender` holds to a slot's sums (fp32 [e, *shape] for each part).
+
+        Raises PacketError, and changes nothing, if it is not the sender's next message.
+        """
+        self.feedback.receiver(level, sender).add(self.layout(slot, level), message, sums, self.loss_scale())
 
 
 def residual_of(saved: Mapping[str, Any]) -> Tensor:

@@ -27,11 +27,12 @@ from ds_hybridep.errors import VerificationError
 from ds_hybridep.geometry.partition import Partition
 from ds_hybridep.geometry.slots import Span, cut, even_bounds, whole
 from ds_hybridep.sync.buffers import HeldSum, ParameterCodecs
-from ds_hybridep.sync.memory import BufferCodecs, CodecMemory
+from ds_hybridep.sync.encoding import Encoding
+from ds_hybridep.sync.error_feedback import ErrorFeedback, SlotCodecs
+from ds_hybridep.sync.memory import CodecMemory
 from ds_hybridep.sync.messages import NARROW, PacketPart, split
 from ds_hybridep.sync.mirrors import HeldSlot
-from ds_hybridep.sync.slot_codecs import Encoding, SlotCodecs
-from ds_hybridep.sync.stages import GatherStage, SlotKey, connect, gather_stages
+from ds_hybridep.sync.stages import SlotKey, Stage, connect, gather_stages
 from ds_hybridep.sync.transaction import Transaction
 from ds_hybridep.sync.transfers import Gather, Reduce, StagedTransfer, StagePipeline, needs_equal_lengths
 from ds_hybridep.transport.channels import Purpose, Transport
@@ -53,14 +54,13 @@ class FlatSlots:
         codecs: SlotCodecs | None = None,
         sums: Sequence[Tensor] = (),
     ) -> None:
-        self.layer = group.name
+        self.name = group.name
         self.stages, self.own_slot = group.stages, group.own_slot
         self.device = values[0].device
         self.streams: DeviceStreams | None = None  # work runs in the caller's stream
         self.codecs = codecs
         self._values: dict[SlotKey, Tensor] = dict(enumerate(values))
         self._sums: dict[SlotKey, Tensor] = dict(enumerate(sums))
-        self._loss_scale = group.encoding.loss_scale
 
     def values(self, slot: SlotKey, *, trainable_only: bool) -> list[Tensor]:
         return [self._values[slot]]
@@ -75,14 +75,11 @@ class FlatSlots:
         return [self._sums[slot]]
 
     def sum_parts(self, slot: SlotKey) -> list[Tensor]:
-        assert self.codecs is not None, f"{self.layer}: nothing is encoded"
+        assert self.codecs is not None, f"{self.name}: nothing is encoded"
         return split(self._sums[slot], self.codecs.parts[slot])
 
     def drop_sums(self, slot: SlotKey) -> None:
         """Do nothing: the sums are the caller's."""
-
-    def loss_scale(self) -> float:
-        return self._loss_scale()
 
 
 class _SlottedBuffer:
@@ -184,9 +181,8 @@ class GroupSync:
         else:
             slots_of = enumerate(cut(spans, even_bounds(spans, self.num_slots)))
             buffer = _SlottedBuffer(flat, [(slot, span) for slot, found in slots_of for span in found], self.num_slots)
-        codecs = self.memory.gradient_codecs(buffer.spans, flat) if self._encodes_gradients else None
-        sums = self._reduce(buffer, codecs, is_last=True)
-        self._give_to_all(buffer, codecs, sums)
+        sums = self._reduce(buffer, self._gradient_codecs(self.memory.sums, buffer), is_last=True)
+        self._give_to_all(buffer, self._gradient_codecs(self.memory.results, buffer), sums)
         buffer.write_back()
 
     def reduce_to_owners(self, flat: Tensor, slices: Sequence[tuple[int, Span]], *, is_last: bool = True) -> None:
@@ -200,10 +196,10 @@ class GroupSync:
         by_slot = [(self._slot_of_index[owner], span) for owner, span in slices]
         # 16-bit values are copied anyway before anything is added to them.
         buffer = _SlottedBuffer(flat, by_slot, self.num_slots, copies=flat.dtype not in NARROW)
-        codecs = self.memory.gradient_codecs(buffer.spans, flat) if self._encodes_gradients else None
+        codecs = self._gradient_codecs(self.memory.sums, buffer)
         total = self._reduce(buffer, codecs, is_last=is_last)[self.own_slot]
         if is_last and codecs is not None and flat.dtype in NARROW:
-            total = self._rounded(codecs.to_owners.parts[self.own_slot], total, flat.dtype)
+            total = self._rounded(codecs.parts[self.own_slot], total, flat.dtype)
         buffer.values[self.own_slot] = total if is_last else torch.zeros_like(total)
         buffer.write_back(self.own_slot)
 
@@ -227,13 +223,19 @@ class GroupSync:
         self._earlier_sums.clear()
         self.waiting_names.clear()
 
-    def _reduce(self, buffer: _SlottedBuffer, codecs: BufferCodecs | None, *, is_last: bool) -> Sequence[Tensor]:
+    def _gradient_codecs(self, feedback: ErrorFeedback, buffer: _SlottedBuffer) -> SlotCodecs | None:
+        """Return the codecs of a buffer, which keep what they leave out in `feedback`; None if nothing is encoded."""
+        if not self._encodes_gradients:
+            return None
+        return self.memory.gradient_codecs(feedback, buffer.spans, buffer.values[self.own_slot])
+
+    def _reduce(self, buffer: _SlottedBuffer, codecs: SlotCodecs | None, *, is_last: bool) -> Sequence[Tensor]:
         """Return sums by slot; that of the own slot is complete if `is_last`."""
         sums = [value.float() if value.dtype in NARROW else value for value in buffer.values]
-        slots = FlatSlots(self, buffer.values, codecs and codecs.to_owners, sums)
+        slots = FlatSlots(self, buffer.values, codecs, sums)
         inner, outer = self._split_stages(is_encoded=codecs is not None)
         self._run(Reduce(slots, self._purposes[0], inner))
-        received = (slot for stage in outer for peer in stage.peers for slot in peer.weights_from)
+        received = (slot for stage in outer for peer in stage.peers for slot in peer.slots_there)
         carried = {self.own_slot, *(slot for slot in received if isinstance(slot, int))}
         for slot in carried:
             spans = buffer.spans[slot]
@@ -250,7 +252,7 @@ class GroupSync:
             self.waiting_names |= names
         return sums
 
-    def _split_stages(self, *, is_encoded: bool) -> tuple[tuple[GatherStage, ...], tuple[GatherStage, ...]]:
+    def _split_stages(self, *, is_encoded: bool) -> tuple[tuple[Stage, ...], tuple[Stage, ...]]:
         """Return the stages that the sums of every micro-step cross, and those crossed once per optimizer step."""
         fastest = self.stages[-1:]
         if is_encoded and any(self.encoding.gradient_codecs[stage.level] for stage in fastest):
@@ -265,26 +267,25 @@ class GroupSync:
         rounded.leave_out(parts, split(total - result, parts), loss_scale)
         return result
 
-    def _give_to_all(self, buffer: _SlottedBuffer, codecs: BufferCodecs | None, sums: Sequence[Tensor]) -> None:
+    def _give_to_all(self, buffer: _SlottedBuffer, codecs: SlotCodecs | None, sums: Sequence[Tensor]) -> None:
         """Gather the sums of all slots on all ranks: as they are, or as their packets hold them."""
         own, values = self.own_slot, buffer.values
         messages: dict[int, list[Tensor]] = {}
         held: dict[SlotKey, HeldSlot] = {}
-        results = None
         if codecs is None:
             values[own].copy_(sums[own])
         else:
-            results, scale, of_level = codecs.to_all, self.encoding.loss_scale(), self.encoding.gradient_codecs
-            if results.parts[own]:
-                with results.counters.timing("encode_s"):
-                    message = HeldSum(results, own, values[own], scale).encode(sums[own])
+            of_level = self.encoding.gradient_codecs
+            if codecs.parts[own]:
+                with codecs.counters.timing("encode_s"):
+                    message = HeldSum(codecs, own, values[own]).encode(sums[own])
                 messages = {level: message for level in self._levels if of_level[level] is not None}
             held = {
-                slot: HeldSum(results, slot, values[slot], scale)
+                slot: HeldSum(codecs, slot, values[slot])
                 for slot, level in enumerate(self.level_to)
-                if level is not None and of_level[level] is not None and results.parts[slot]
+                if level is not None and of_level[level] is not None and codecs.parts[slot]
             }
-        self._run(Gather(FlatSlots(self, values, results), self._purposes[1], messages, held, is_exact=False))
+        self._run(Gather(FlatSlots(self, values, codecs), self._purposes[1], messages, held, is_exact=False))
 
     # -- parameters -------------------------------------------------------------------------------------------------
 

@@ -4,29 +4,21 @@
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import astuple, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ds_hybridep.geometry.slots import Span, cut, even_bounds
 from ds_hybridep.sync.buffers import ParameterCodecs
-from ds_hybridep.sync.counters import CodecSums
-from ds_hybridep.sync.error_feedback import ErrorFeedback
+from ds_hybridep.sync.encoding import CodecCounters, Encoding
+from ds_hybridep.sync.error_feedback import ErrorFeedback, SlotCodecs
 from ds_hybridep.sync.home import Home
 from ds_hybridep.sync.messages import PacketPart, packet_parts
-from ds_hybridep.sync.slot_codecs import Encoding, SlotCodecs
 from ds_hybridep.sync.stages import SlotKey
 from ds_hybridep.sync.transaction import Transaction
 
-MOST_BUFFERS = 64  # whose layouts are remembered; they follow from their spans
-
-
-class BufferCodecs(NamedTuple):
-    """The codecs of a flat buffer of gradients: on the way to the owners, and of the sums on the way to all ranks."""
-
-    to_owners: SlotCodecs
-    to_all: SlotCodecs
+MOST_BUFFERS = 64  # whose layouts are remembered for each way; they follow from their spans
 
 
 class CodecMemory:
@@ -57,9 +49,10 @@ class CodecMemory:
         self.results = ErrorFeedback(f"{name}, results", (slowest,), home, transaction, rank=rank)
         self.rounded = ErrorFeedback(f"{name}, rounded", (None,), home, transaction, rank=rank)
         self.parameters: dict[str, ParameterCodecs] = {}  # by dtype and spans
-        self.counters = CodecSums()  # what codecs did
+        self.counters = CodecCounters()  # what codecs did
         self._nothing = ErrorFeedback("", (), Home(device), transaction, rank=rank)
-        self._buffers: dict[str, BufferCodecs] = {}  # by dtype and spans, the latest ones
+        # By dtype and spans, the latest ones.
+        self._buffers: dict[ErrorFeedback, dict[str, SlotCodecs]] = {self.sums: {}, self.results: {}}
         self._slices: dict[Span, list[tuple[int, Span]]] = {}  # of sums for all ranks: (slot, part of the span)
         self._saved_parameters: dict[str, Any] = {}  # states of buffers that were not asked for yet
         self._num_ranks = num_ranks
@@ -69,7 +62,7 @@ class CodecMemory:
         """The sum of squares of the gradients that were not delivered yet."""
         return sum(one.squared_residual() for one in (self.sums, self.results, self.rounded))
 
-    def stats(self) -> CodecSums:
+    def stats(self) -> CodecCounters:
         """Return what codecs did, and how much of the gradients they have not delivered."""
         return replace(self.counters, squared_residual=self.squared_residual)
 
@@ -87,27 +80,26 @@ class CodecMemory:
 
     # -- buffers ----------------------------------------------------------------------------------------------------
 
-    def gradient_codecs(self, spans: Sequence[tuple[Span, ...]], like: Tensor) -> BufferCodecs | None:
-        """Return the codecs of a flat buffer of gradients.
+    def gradient_codecs(
+        self, feedback: ErrorFeedback, spans: Sequence[tuple[Span, ...]], like: Tensor
+    ) -> SlotCodecs | None:
+        """Return the codecs of a flat buffer of gradients on one of their ways; None if they travel as they are.
 
-        None if they travel as they are, for example because a span has no name.  spans: by slot.
+        feedback: `sums` or `results`.  spans: by slot; without their names nothing is encoded.
         """
         is_known = all(span.name for slot in spans for span in slot)
         if not is_known or like.dtype == torch.float64:
             return None
-        key = f"{like.dtype} {hash_of(spans)}"
-        found = self._buffers.pop(key, None)
+        buffers, key = self._buffers[feedback], f"{like.dtype} {hash_of(spans)}"
+        found = buffers.pop(key, None)
         if found is None:
             parts: dict[SlotKey, tuple[PacketPart, ...]] = {
                 slot: packet_parts(held, like.dtype) for slot, held in enumerate(spans)
             }
-            found = BufferCodecs(
-                to_owners=SlotCodecs(parts, self.sums, self.counters),
-                to_all=SlotCodecs(parts, self.results, self.counters),
-            )
-        self._buffers[key] = found
-        while len(self._buffers) > MOST_BUFFERS:
-            self._buffers.pop(next(iter(self._buffers)))
+            found = SlotCodecs(parts, feedback, self.counters, loss_scale=self._encoding.loss_scale)
+        buffers[key] = found
+        while len(buffers) > MOST_BUFFERS:
+            buffers.pop(next(iter(buffers)))
         return found
 
     def slices(self, spans: Sequence[Span]) -> list[tuple[int, Span]]:

@@ -33,24 +33,33 @@ SlotKey = int | HotSlot
 
 @dataclass(frozen=True)
 class StagePeer:
-    """A rank that differs from this one at one level only, and the slots whose weights pass between the two."""
+    """A rank that differs from this one at one level only, and the slots that pass between the two.
+
+    slots_here: of owners on this rank's side of the level: their values go to the peer, their gradients come back.
+    slots_there: of owners on the peer's side: their values come from the peer, their gradients go back.
+    """
 
     rank: int
-    weights_to: tuple[SlotKey, ...]  # slots whose weights go to the peer; their gradients come back
-    weights_from: tuple[SlotKey, ...]  # slots whose weights come from the peer; their gradients go back
+    slots_here: tuple[SlotKey, ...]
+    slots_there: tuple[SlotKey, ...]
 
 
 @dataclass(frozen=True)
-class GatherStage:
-    """One level at which the domain has several members; peers in the order of their offsets."""
+class Stage:
+    """One level's part of a gather or a reduce: a level at which the domain has several members.
+
+    peers: in the order of their offsets.
+    weights: the channel of gathers; None until `connect`.
+    gradients: the channel of reduces.
+    """
 
     level: int
     peers: tuple[StagePeer, ...]
-    weights: Channel | None = None  # None until `connect`
+    weights: Channel | None = None
     gradients: Channel | None = None
 
 
-def gather_stages(partition: Partition, rank: int, hot_level: int | None = None) -> tuple[GatherStage, ...]:
+def gather_stages(partition: Partition, rank: int, hot_level: int | None = None) -> tuple[Stage, ...]:
     """Return the stages of a gather of weights as `rank` sees it, slowest level first, without channels.
 
     hot_level: over this level, and wherever a slot has crossed it, only the slot's hot experts travel.
@@ -66,7 +75,7 @@ def gather_stages(partition: Partition, rank: int, hot_level: int | None = None)
             for offset in offsets
         )
 
-    stages: list[GatherStage] = []
+    stages: list[Stage] = []
     slower: set[int] = set()
     for level, size in enumerate(sizes):
         if size == 1:
@@ -78,11 +87,11 @@ def gather_stages(partition: Partition, rank: int, hot_level: int | None = None)
             offsets[level] = (offset,)
             held.append(travelling(itertools.product(*offsets), level))
         peers = [
-            StagePeer(peer, weights_to=held[own[level]], weights_from=held[offset])
+            StagePeer(peer, slots_here=held[own[level]], slots_there=held[offset])
             for offset, peer in enumerate(partition.gather_peers(rank, level))
             if peer != rank
         ]
-        stages.append(GatherStage(level, tuple(peers)))
+        stages.append(Stage(level, tuple(peers)))
         slower.add(level)
     return tuple(stages)
 
@@ -91,15 +100,13 @@ def _differing(offset: Sequence[int], other: Sequence[int]) -> list[int]:
     return [level for level, (one, its) in enumerate(zip(offset, other, strict=True)) if one != its]
 
 
-def connect(
-    stages: Sequence[GatherStage], transport: Transport, group: str, device: torch.device
-) -> tuple[GatherStage, ...]:
+def connect(stages: Sequence[Stage], transport: Transport, group: str, device: torch.device) -> tuple[Stage, ...]:
     """Return the stages with channels for tensors on `device`; all ranks of the domain must call in the same order.
 
     Each expert-parallel `group` has its own channels, so that operations of groups with other levels do not mix.
     """
 
-    def channel(kind: str, stage: GatherStage) -> Channel:
+    def channel(kind: str, stage: Stage) -> Channel:
         ranks = sorted((transport.rank, *(peer.rank for peer in stage.peers)))
         made = transport.channel(f"{group}_{kind}_{stage.level}", ranks, background=True)
         made.prepare(device)

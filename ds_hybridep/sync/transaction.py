@@ -4,11 +4,14 @@
 join      whoever keeps something from step to step joins before it changes it
 commit    the step is applied: all changes stay
 undo      the step is skipped, or its gradients are dropped: everybody has again what the last applied step left
+
+Gradients of a backward that no step uses must not join: `accumulates` tells them.
 """
 
 from typing import Protocol
 
 import torch
+from torch import Tensor
 
 
 class Participant(Protocol):
@@ -54,3 +57,24 @@ class Transaction:
         """Return True, in a backward, if somebody joined in an earlier one."""
         # Numbers grow, so a backward inside another one, as re-entrant checkpointing has it, is no earlier one.
         return bool(self._participants) and self._backward < torch._C._current_graph_task_id()
+
+
+def is_in_backward() -> bool:
+    """True inside a running backward: a forward that runs there is a recomputation."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def accumulates(leaf: Tensor) -> bool:
+    """Return True if the running backward, inside which it is called, adds to `leaf.grad`, which a step will use.
+
+    False if `torch.autograd.grad` returns the gradient of this leaf instead, or if it is not one of `inputs`.
+
+    leaf: a tensor without history.
+    """
+    if not leaf.requires_grad:  # since the forward
+        return False
+    node = torch.autograd.graph.get_gradient_edge(leaf).node
+    try:
+        return bool(torch._C._will_engine_execute_node(node))
+    except RuntimeError:  # torch has no answer for a leaf whose gradient is returned
+        return False

@@ -1,25 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
 """The two moves of parameters: `Gather` brings values from owners to holders, `Reduce` sums gradients at owners.
 
-Both move slots in stages, one per level (see `sync.stages`).  Codecs determine what a slot's values or sums look like
-on a link; `sync.error_feedback` keeps what packets of gradients leave out.
+Both move slots in stages, one per level (see `sync.stages`).  Where a level has a codec, `sync.mirrors` makes and
+takes messages of values, and `sync.error_feedback` those of sums.
 """
 
 import logging
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Literal, Protocol
+from contextlib import contextmanager, nullcontext
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from ds_hybridep.errors import CommunicationError, PacketError
-from ds_hybridep.sync.messages import MessageLayout
+from ds_hybridep.sync.error_feedback import SlotCodecs
 from ds_hybridep.sync.mirrors import HeldSlot
-from ds_hybridep.sync.slot_codecs import SlotCodecs
-from ds_hybridep.sync.stages import GatherStage, SlotKey
+from ds_hybridep.sync.stages import SlotKey, Stage
 from ds_hybridep.transport.channels import Purpose, Transfer, Transport
 from ds_hybridep.transport.streams import DeviceStreams, Mark, Part
 
@@ -30,8 +29,8 @@ logger = logging.getLogger(__name__)
 class Slots(Protocol):
     """What this rank holds of the data that a group of ranks shares: one slot for each owner."""
 
-    layer: str
-    stages: tuple[GatherStage, ...]
+    name: str
+    stages: tuple[Stage, ...]
     own_slot: int
     device: torch.device
     streams: DeviceStreams | None  # None: work runs in the caller's stream
@@ -65,10 +64,6 @@ class Slots(Protocol):
         """Drop the slot's sums, which a message now holds."""
         ...
 
-    def loss_scale(self) -> float:
-        """The factor by which the sums are multiplied."""
-        ...
-
 
 class StagedTransfer(ABC):
     """A transfer in stages; each stage starts when the one before it has arrived.
@@ -76,7 +71,7 @@ class StagedTransfer(ABC):
     Its work on a device runs in the side stream.  Call `join` before using what it brought.
     """
 
-    def __init__(self, slots: Slots, purpose: Purpose, stages: Sequence[GatherStage]) -> None:
+    def __init__(self, slots: Slots, purpose: Purpose, stages: Sequence[Stage]) -> None:
         self.slots = slots
         self.purpose = purpose
         self.stages = tuple(stages)
@@ -91,14 +86,14 @@ class StagedTransfer(ABC):
 
     def advance(self) -> None:
         """Wait for the stage under way, take in what arrived, and start the next one."""
-        streams = self.slots.streams
-        if self._transfer is not None:
-            self._make_room()  # in the current stream, which also frees it
+        streams, codecs = self.slots.streams, self.slots.codecs
+        self._make_room()  # in the current stream, which also frees it
         with _NOTHING if streams is None else streams.aside():
             if self._transfer is not None:
                 self._transfer.wait()
                 self.crossed.append(self._transfer)
-                self._take_in()
+                with _NOTHING if codecs is None else codecs.counters.timing("decode_s"):
+                    self._take_in()
             if self.stages_started == len(self.stages):
                 self._transfer = None
                 self.is_complete = True
@@ -118,15 +113,11 @@ class StagedTransfer(ABC):
             return f"{self.purpose} {what} before its first stage"
         return self._transfer.describe(what)
 
-    def _timing(self, name: Literal["encode_s", "decode_s"]) -> AbstractContextManager[None]:
-        codecs = self.slots.codecs
-        return _NOTHING if codecs is None else codecs.counters.timing(name)
-
     @abstractmethod
-    def _start_stage(self, stage: GatherStage) -> Transfer: ...
+    def _start_stage(self, stage: Stage) -> Transfer: ...
 
     def _make_room(self) -> None:  # noqa: B027 (a gather needs none)
-        """Make memory for what the finished stage brought."""
+        """Make memory for what the finished stage brought, and for what the next one leaves behind."""
 
     @abstractmethod
     def _take_in(self) -> None:
@@ -160,47 +151,46 @@ class Gather(StagedTransfer):
         self._arrived: dict[SlotKey, list[Tensor]] = {}  # encoded messages by slot, kept for forwarding
         self._fresh: list[tuple[SlotKey, int]] = []  # (slot, sender) of what the stage under way brings
 
-    def _start_stage(self, stage: GatherStage) -> Transfer:
-        assert stage.weights is not None, f"{self.slots.layer}: level {stage.level} has no channel"
+    def _start_stage(self, stage: Stage) -> Transfer:
+        assert stage.weights is not None, f"{self.slots.name}: level {stage.level} has no channel"
         sends: list[Part] = []
         receives: list[Part] = []
         for peer in stage.peers:
-            for slot in peer.weights_to:
+            for slot in peer.slots_here:
                 sends += [(peer.rank, tensor) for tensor in self._outgoing(slot, stage)]
-            for slot in peer.weights_from:
+            for slot in peer.slots_there:
                 self._fresh.append((slot, peer.rank))
                 receives += [(peer.rank, tensor) for tensor in self._incoming(slot, stage)]
         return stage.weights.start(sends, receives, self.purpose)
 
-    def _outgoing(self, slot: SlotKey, stage: GatherStage) -> Sequence[Tensor]:
+    def _outgoing(self, slot: SlotKey, stage: Stage) -> Sequence[Tensor]:
         codecs, is_own = self.slots.codecs, slot == self.slots.own_slot
         messages = self._messages.get(stage.level) if is_own else self._arrived.get(slot)
         if codecs is None or messages is None or not (is_own or self._replica(slot, stage)) or self._is_exact:
             return self.slots.values(slot, trainable_only=not self._is_exact)
-        codecs.counters.count(codecs.kind, sum(one.nbytes for one in messages), codecs.fp32_bytes(slot))
+        codecs.count_gathered(slot, messages)
         return messages
 
-    def _incoming(self, slot: SlotKey, stage: GatherStage) -> Sequence[Tensor]:
+    def _incoming(self, slot: SlotKey, stage: Stage) -> Sequence[Tensor]:
         replica = self._replica(slot, stage)
         if replica is None or self._is_exact:
             return self.slots.values(slot, trainable_only=not self._is_exact)
         self._arrived[slot] = replica.new_messages()
         return self._arrived[slot]
 
-    def _replica(self, slot: SlotKey, stage: GatherStage) -> HeldSlot | None:
+    def _replica(self, slot: SlotKey, stage: Stage) -> HeldSlot | None:
         """Return what takes the slot's messages over this stage; None if the slot goes as it is."""
         replica = self._replicas.get(slot)
         return None if replica is None or (replica.varies and needs_equal_lengths(stage)) else replica
 
     def _take_in(self) -> None:
-        with self._timing("decode_s"):
-            for slot, sender in self._fresh:
-                replica, arrived = self._replicas.get(slot), self._arrived.get(slot)
-                if replica is not None and arrived:
-                    with _naming(sender, self.purpose):
-                        self._arrived[slot] = replica.apply(arrived)
-                elif replica is not None:
-                    replica.assign(instead_of_messages=not self._is_exact)
+        for slot, sender in self._fresh:
+            replica, arrived = self._replicas.get(slot), self._arrived.get(slot)
+            if replica is not None and arrived:
+                with _naming(sender, self.purpose):
+                    self._arrived[slot] = replica.apply(arrived)
+            elif replica is not None:
+                replica.assign(instead_of_messages=not self._is_exact)
         self._fresh = []
 
 
@@ -213,76 +203,75 @@ def _naming(sender: int, purpose: Purpose) -> Iterator[None]:
         raise CommunicationError(f"{purpose} from rank {sender}: {error}") from error
 
 
-def needs_equal_lengths(stage: GatherStage) -> bool:
+def needs_equal_lengths(stage: Stage) -> bool:
     return stage.weights is not None and stage.weights.has_equal_lengths
 
 
 class Reduce(StagedTransfer):
     """One reduce of gradients, fastest level first.
 
-    Adds what arrives to the sums of its slot: of the own one, and of those that a slower stage sends on.
+    Adds what arrives to the sums of its slot: of the own one, and of those that a slower stage sends on.  Where a
+    level has a codec, `codecs.encode` keeps what a message leaves out, and `codecs.add` decodes.
 
     Args:
         stages: those of the group's stages to cross, by default all.
     """
 
-    def __init__(self, slots: Slots, purpose: Purpose, stages: Sequence[GatherStage] | None = None) -> None:
+    def __init__(self, slots: Slots, purpose: Purpose, stages: Sequence[Stage] | None = None) -> None:
         super().__init__(slots, purpose, (slots.stages if stages is None else stages)[::-1])
         self._arrivals: list[tuple[SlotKey, int, int, list[Tensor]]] = []  # (slot, level, sender, messages)
         self._sent: list[Tensor] = []  # keeps messages alive until they have been sent
-        self._scale = 1.0 if slots.codecs is None else slots.loss_scale()
 
-    def _start_stage(self, stage: GatherStage) -> Transfer:
-        assert stage.gradients is not None, f"{self.slots.layer}: level {stage.level} has no channel"
+    def _start_stage(self, stage: Stage) -> Transfer:
+        assert stage.gradients is not None, f"{self.slots.name}: level {stage.level} has no channel"
         sends: list[Part] = []
         receives: list[Part] = []
         for peer in stage.peers:
-            for slot in peer.weights_from:
+            for slot in peer.slots_there:
                 sends += [(peer.rank, message) for message in self._outgoing(slot, stage.level)]
-            for slot in peer.weights_to:
+            for slot in peer.slots_here:
                 messages = self._incoming(slot, stage.level)
                 self._arrivals.append((slot, stage.level, peer.rank, messages))
                 receives += [(peer.rank, message) for message in messages]
         self._sent = [message for _, message in sends]
         return stage.gradients.start(sends, receives, self.purpose)
 
-    def _layout(self, slot: SlotKey, level: int) -> MessageLayout | None:
+    def _codecs_of(self, slot: SlotKey, level: int) -> SlotCodecs | None:
+        """Return what encodes a slot's sums over a level; None if they go as they are."""
         codecs = self.slots.codecs
-        return None if codecs is None else codecs.layout(level, slot)
+        return codecs if codecs is not None and codecs.encodes(slot, level) else None
 
     def _outgoing(self, slot: SlotKey, level: int) -> list[Tensor]:
-        codecs, layout = self.slots.codecs, self._layout(slot, level)
-        if codecs is None or layout is None:
+        if (codecs := self._codecs_of(slot, level)) is not None:
+            messages = [codecs.encode(slot, level, self.slots.sum_parts(slot))]
+        else:
             sizes = self.slots.sum_sizes(slot)
             messages = [total.to(dtype) for total, (_, dtype) in zip(self.slots.sums(slot), sizes, strict=True)]
-        else:
-            with self._timing("encode_s"):
-                sender = codecs.feedback.senders[level]
-                messages = [sender.encode(layout, self.slots.sum_parts(slot), self._scale)]
-            codecs.counters.count("gradient", messages[0].nbytes, layout.fp32_bytes)
         self.slots.drop_sums(slot)
         return messages
 
     def _incoming(self, slot: SlotKey, level: int) -> list[Tensor]:
-        if (layout := self._layout(slot, level)) is not None:
-            return [layout.room(self.slots.device)]
+        if (codecs := self._codecs_of(slot, level)) is not None:
+            return [codecs.room(slot, level)]
         return [torch.empty(size, dtype=dtype, device=self.slots.device) for size, dtype in self.slots.sum_sizes(slot)]
 
     def _make_room(self) -> None:
-        self.slots.make_sums()
+        if self._transfer is not None:
+            self.slots.make_sums()
+        if self.slots.codecs is not None and self.stages_started < len(self.stages):
+            stage = self.stages[self.stages_started]
+            for slot in (slot for peer in stage.peers for slot in peer.slots_there):
+                self.slots.codecs.make_residuals(slot, stage.level)
 
     def _take_in(self) -> None:
-        with self._timing("decode_s"):
-            for slot, level, sender, messages in self._arrivals:
-                with _naming(sender, self.purpose):
-                    self._add(slot, level, sender, messages)
+        for slot, level, sender, messages in self._arrivals:
+            with _naming(sender, self.purpose):
+                self._add(slot, level, sender, messages)
         self._arrivals, self._sent = [], []
 
     def _add(self, slot: SlotKey, level: int, sender: int, messages: Sequence[Tensor]) -> None:
-        codecs, layout = self.slots.codecs, self._layout(slot, level)
-        if codecs is not None and layout is not None:
-            receiver = codecs.feedback.receiver(level, sender)
-            receiver.add(layout, messages[0], self.slots.sum_parts(slot), self._scale)
+        if (codecs := self._codecs_of(slot, level)) is not None:
+            codecs.add(slot, level, messages[0], sender=sender, sums=self.slots.sum_parts(slot))
         else:
             for total, message in zip(self.slots.sums(slot), messages, strict=True):
                 total.add_(message)

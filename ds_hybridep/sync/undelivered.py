@@ -28,11 +28,10 @@ import torch
 from torch import Tensor, nn
 
 from ds_hybridep.geometry.slots import Span
-from ds_hybridep.sync.backward import accumulates
 from ds_hybridep.sync.error_feedback import residual_of
 from ds_hybridep.sync.messages import PacketPart
 from ds_hybridep.sync.stages import HotSlot, SlotKey
-from ds_hybridep.sync.transaction import Transaction
+from ds_hybridep.sync.transaction import Transaction, accumulates
 from ds_hybridep.sync.transfers import Slots
 from ds_hybridep.transport.channels import Purpose, Transport
 
@@ -236,7 +235,7 @@ def collect(
     Returns:
         A function that waits for what others have sent of this rank's experts, and returns it.
     """
-    assert (codecs := slots.codecs) is not None, f"{slots.layer}: nothing is lossy"
+    assert (codecs := slots.codecs) is not None, f"{slots.name}: nothing is lossy"
     gradients, own, sent_parts = codecs.feedback, slots.own_slot, codecs.parts if parts is None else parts
     others = [slot for slot in range(len(ranks)) if slot != own]
     # Two ranks hold each other's slots as a whole, or only the hot experts.
@@ -249,7 +248,7 @@ def collect(
     ]
     arrived = {slot: _zeros(slots, of_own[is_far[slot]]) for slot in others}
     gradients.forget(None if parts is None else _crossing(slots, parts))
-    purpose = Purpose("expert_gradients", "hand-over of residuals", slots.layer)
+    purpose = Purpose("expert_gradients", "hand-over of residuals", slots.name)
     receives = [(ranks[slot], one) for slot, one in arrived.items()]
     transfer = transport.channel("hand_over", ranks).start(sent, receives, purpose)
 
@@ -289,7 +288,7 @@ def _crossing(slots: Slots, parts: Mapping[SlotKey, Sequence[PacketPart]]) -> se
         (stage.level, span)
         for stage in slots.stages
         for peer in stage.peers
-        for slot in (*peer.weights_to, *peer.weights_from)
+        for slot in (*peer.slots_here, *peer.slots_there)
         for part in parts.get(slot, ())
         for span in part.spans
     }

@@ -45,7 +45,7 @@ class Exchange:
     layer: str
     ranks: tuple[int, ...]  # destinations in order, this rank included
     self_index: int
-    expert_to_destination: Tensor  # [E] int32
+    expert_to_destination: Tensor  # [E] int32, places in `ranks`: where rows of an expert go
     channel: Channel
     kernels: Kernels
     row_formats: tuple[RowFormat | None, ...]  # of rows to and from each destination; None: unencoded
@@ -56,6 +56,31 @@ class Exchange:
     def peers(self) -> tuple[tuple[int, int], ...]:
         """(index, rank) of the other destinations."""
         return tuple((index, rank) for index, rank in enumerate(self.ranks) if index != self.self_index)
+
+
+@dataclass(frozen=True)
+class DispatchState:
+    """A dispatch over an exchange, as combine and the backward need it: which rows went where, and how many came.
+
+    recv_splits: rows from each destination.
+    """
+
+    exchange: Exchange
+    routes: Routes
+    recv_splits: tuple[int, ...]
+
+    @property
+    def send_splits(self) -> tuple[int, ...]:
+        """Rows to each destination."""
+        return self.routes.rows_per_destination
+
+    def send(self, tensors: Sequence[Tensor], what: str) -> list[Tensor]:
+        """Send tensors [rows sent, ...] the way of the dispatch, and return what arrives, [rows received, ...]."""
+        return _swap(self.exchange, tensors, self.send_splits, self.recv_splits, what=what)
+
+    def send_back(self, tensors: Sequence[Tensor], what: str) -> list[Tensor]:
+        """Send tensors [rows received, ...] back, and return what arrives, [rows sent, ...]."""
+        return _swap(self.exchange, tensors, self.recv_splits, self.send_splits, what=what)
 
 
 def build_exchanges(
@@ -95,18 +120,18 @@ def build_exchanges(
 
 
 def exchange_rows(
-    exchange: Exchange, routes: Routes, send_splits: tuple[int, ...], x: Tensor, *, topk_weights: Tensor
-) -> tuple[tuple[int, ...], Tensor, Tensor]:
+    exchange: Exchange, routes: Routes, x: Tensor, topk_weights: Tensor
+) -> tuple[DispatchState, Tensor, Tensor, Tensor]:
     """Send each destination its rows of the tokens [T, D], with their expert ids and gate weights [T, K] fp32.
 
-    Returns the number of rows from each destination, their metadata [R, 2K] int32 (expert ids, then the bits of the
-    gate weights), and the rows [R, D], ordered by sender.
+    Returns what `combine` needs, and what arrived, ordered by sender: rows [R, D], their expert ids [R, K] int32, and
+    their gate weights [R, K] fp32.
     """
     purpose = Purpose("tokens", "dispatch of rows", exchange.layer)
     with profiler_range(purpose.operation, exchange.layer):
-        parts = _outgoing(exchange, routes, send_splits, x.contiguous(), topk_weights=topk_weights)
+        parts = _outgoing(exchange, routes, x.contiguous(), topk_weights)
         messages = _swap_first_messages(exchange, parts, purpose, len(x))
-        recv_splits = list(send_splits)
+        recv_splits = list(routes.rows_per_destination)
         for (i, _), count in zip(exchange.peers, row_counts(exchange, messages, parts), strict=True):
             recv_splits[i] = count
 
@@ -130,15 +155,19 @@ def exchange_rows(
         for rows, records, row_format in zip(rows_of, arriving, exchange.row_formats, strict=True):
             if row_format is not None:
                 exchange.kernels.dequantise_rows(records, x.shape[1], row_format, x.dtype, out=rows)
-        exchange.room_to = [count + count // 4 + 8 for count in send_splits]
+        exchange.room_to = [count + count // 4 + 8 for count in routes.rows_per_destination]
         exchange.room_from = [count + count // 4 + 8 for count in recv_splits]
-        return tuple(recv_splits), metadata, all_rows
+        row_topk_idx, row_weights = (part.contiguous() for part in metadata.chunk(2, dim=1))
+        state = DispatchState(exchange, routes, tuple(recv_splits))
+        return state, all_rows, row_topk_idx, row_weights.view(torch.float32)
 
 
-def _outgoing(
-    exchange: Exchange, routes: Routes, send_splits: Sequence[int], x: Tensor, *, topk_weights: Tensor
-) -> list[tuple[Tensor, Tensor]]:
-    """Return metadata [m, 2K] and rows for each destination: [m, D], or records [m, B] uint8 if it has a format."""
+def _outgoing(exchange: Exchange, routes: Routes, x: Tensor, topk_weights: Tensor) -> list[tuple[Tensor, Tensor]]:
+    """Return metadata and rows for each destination: rows [m, D], or records [m, B] uint8 if it has a format.
+
+    Metadata are [m, 2K] int32: expert ids, then the bits of gate weights.
+    """
+    send_splits = routes.rows_per_destination
     rows = [x] * len(send_splits)
     for row_format in dict.fromkeys(exchange.row_formats):  # a token is read and encoded once for each
         is_mine = [one == row_format for one in exchange.row_formats]
@@ -176,8 +205,8 @@ def _swap_first_messages(
     exchange: Exchange, parts: Sequence[tuple[Tensor, Tensor]], purpose: Purpose, num_tokens: int
 ) -> list[Tensor]:
     channel, device = exchange.channel, parts[0][0].device
-    said = b"".join(header_of(len(part[1]), num_tokens, _stamp(exchange, part)) for part in parts)
-    headers = to_device(torch.frombuffer(bytearray(said), dtype=torch.uint8), device).view(-1, HEADER_BYTES)
+    joined = b"".join(header_of(len(part[1]), num_tokens, _stamp(exchange, part)) for part in parts)
+    headers = to_device(torch.frombuffer(bytearray(joined), dtype=torch.uint8), device).view(-1, HEADER_BYTES)
     sends, receives = [], []
     for i, rank in exchange.peers:
         pieces = [_bytes_of(part) for part in (headers[i], *(p[: exchange.room_to[i]] for p in parts[i]))]
@@ -206,8 +235,8 @@ def _unpack(message: Tensor, num_rows: int, samples: Sequence[Tensor]) -> list[T
 
 def header_of(num_rows: int, num_tokens: int, stamp: int) -> bytes:
     """Return the start of a first message: rows, surplus included; tokens of the sender; stamp; checksum of these."""
-    said = struct.pack("<iiI", num_rows, num_tokens, stamp)
-    return said + struct.pack("<I", zlib.crc32(said))
+    fields = struct.pack("<iiI", num_rows, num_tokens, stamp)
+    return fields + struct.pack("<I", zlib.crc32(fields))
 
 
 def read_header(header: bytes, stamp: int) -> int:
@@ -248,7 +277,7 @@ def _stamp(exchange: Exchange, part: Sequence[Tensor]) -> int:
     return zlib.crc32(f"{exchange.layer} {exchange.channel.transport.generation} {shape}".encode())
 
 
-def swap(
+def _swap(
     exchange: Exchange, tensors: Sequence[Tensor], send_splits: Sequence[int], recv_splits: Sequence[int], *, what: str
 ) -> list[Tensor]:
     """Return for each [sum(send_splits), ...] tensor the parts meant for this rank, [sum(recv_splits), ...].

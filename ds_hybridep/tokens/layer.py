@@ -31,7 +31,8 @@ from torch.func import functional_call
 from ds_hybridep.errors import NO_SECOND_DERIVATIVES, UnsupportedError
 from ds_hybridep.experts.migration import MigrationManager
 from ds_hybridep.kernels import Kernels, Routes
-from ds_hybridep.tokens.exchange import Exchange, exchange_rows, swap
+from ds_hybridep.sync.transaction import is_in_backward
+from ds_hybridep.tokens.exchange import DispatchState, Exchange, exchange_rows
 from ds_hybridep.transport.channels import profiler_range
 
 _computing = threading.local()
@@ -41,22 +42,6 @@ def computing_layer() -> str | None:
     """Return the layer whose experts run in this thread now, with replicas' weights in the graph; None if none."""
     name: str | None = getattr(_computing, "layer", None)
     return name
-
-
-@dataclass(frozen=True)
-class DispatchState:
-    """What combine and the backward need to undo one exchange."""
-
-    exchange: Exchange
-    routes: Routes
-    send_splits: tuple[int, ...]  # rows to each destination
-    recv_splits: tuple[int, ...]  # rows from each destination; the way back swaps the two
-
-    def send(self, tensors: Sequence[Tensor], what: str) -> list[Tensor]:
-        return swap(self.exchange, tensors, self.send_splits, self.recv_splits, what=what)
-
-    def send_back(self, tensors: Sequence[Tensor], what: str) -> list[Tensor]:
-        return swap(self.exchange, tensors, self.recv_splits, self.send_splits, what=what)
 
 
 @dataclass
@@ -126,52 +111,47 @@ class HybridMoE:
 
     def forward(self, x: Tensor, topk_idx: Tensor, topk_weights: Tensor) -> Tensor:
         """Return the weighted sum of the routed experts' outputs, [T, D] -> [T, D]; arguments as for `dispatch`."""
-        # Acquire before the dispatch, so that the backward sends tokens first and expert gradients after them.
+        # Weights join the graph before the dispatch, so that the backward sends tokens first and gradients of experts
+        # after them.  Their values may still be on their way.
         weights_by_slot = None if self.migration is None else self.migration.acquire(self.position)
-        rows, row_idx, row_weights, states = self._dispatch(x, topk_idx, topk_weights)
-        partial_sums = self._compute(rows, row_idx, row_weights, weights_by_slot)
+        rows, states = x, []
+        for exchange in self.exchanges:
+            rows, topk_idx, topk_weights, state = dispatch(rows, topk_idx, topk_weights, exchange)
+            states.append(state)
+            self.stats.rows_sent += sum(state.send_splits) - state.send_splits[exchange.self_index]
+        if self.migration is not None:
+            self.migration.layers[self.position].finish_shipment()  # waits for the values
+        partial_sums = self._compute(rows, topk_idx, topk_weights, weights_by_slot)
         for state in reversed(states):
             partial_sums = combine(partial_sums, state)
         self.stats.calls += 1
         return partial_sums
 
-    def _dispatch(
-        self, rows: Tensor, row_idx: Tensor, row_weights: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor, list[DispatchState]]:
-        states = []
-        for exchange in self.exchanges:
-            rows, row_idx, row_weights, state = dispatch(rows, row_idx, row_weights, exchange)
-            states.append(state)
-            self.stats.rows_sent += sum(state.send_splits) - state.send_splits[exchange.self_index]
-        return rows, row_idx, row_weights, states
-
     def _compute(
         self,
         rows: Tensor,
-        row_idx: Tensor,
-        row_weights: Tensor,
+        topk_idx: Tensor,
+        topk_weights: Tensor,
         weights_by_slot: list[list[dict[str, Tensor]]] | None,
     ) -> Tensor:
         """Run every expert of the domain on its rows, even on zero rows: all ranks must run the same operations.
 
         weights_by_slot: as `MigrationManager.acquire` returns them; None: the modules' own.
         """
-        if self.migration is not None:
-            self.migration.layers[self.position].finish_shipment()
         with profiler_range("experts", self.name):
+            # 1. Order the rows by expert: each expert that is held is a destination.
             held = [expert for slot in self.held.by_slot for expert in slot]
-            routes = self.kernels.plan_routes(row_idx, self.held.table, len(held))  # each expert is a destination here
+            routes = self.kernels.plan_routes(topk_idx, self.held.table, len(held))
             splits = routes.rows_per_destination
             self.stats.rows_computed += sum(splits)
             # A re-entrant checkpoint runs its first forward without gradients.
-            is_recomputation = torch._C._current_graph_task_id() != -1  # inside a running backward
-            if not is_recomputation and (torch.is_grad_enabled() or self.experts[0].training):
+            if not is_in_backward() and (torch.is_grad_enabled() or self.experts[0].training):
                 self.stats.expert_rows.update(dict(zip(held, splits, strict=True)))
             expert_rows = permute_to_experts(rows, routes, self.kernels)
             if self.weighs_inputs:
-                expert_rows = weigh_rows(expert_rows, row_weights, routes)
-                row_weights = torch.ones_like(row_weights)
-            # Split the rows by call.  A call is of one expert, or of all experts of a slot.
+                expert_rows = weigh_rows(expert_rows, topk_weights, routes)
+                topk_weights = torch.ones_like(topk_weights)
+            # 2. Split them by call.  A call is of one expert, or of all experts of a slot.
             is_grouped = len(self.experts) < self.num_local
             counts: list[tuple[int, ...]] = []
             for slot in self.held.by_slot:
@@ -182,14 +162,14 @@ class HybridMoE:
             else:
                 weights = [one for slot in weights_by_slot for one in slot]
             chunks = expert_rows.split([sum(count) for count in counts])
+            # 3. Compute, and add up what a row's experts return.
             outputs: list[Tensor] = []
             with self._computing_experts():
                 for at, (chunk, count) in enumerate(zip(chunks, counts, strict=True)):
                     module = self.experts[at % len(self.experts)]  # its code, and for the own slot what is frozen
                     outputs.append(self.call(module, weights[at], chunk, count))
             output = outputs[0] if len(outputs) == 1 else torch.cat(outputs)  # cat would copy a single one too
-            partial_sums = weighted_sum(output, row_weights, routes, self.kernels)
-        return partial_sums
+            return weighted_sum(output, topk_weights, routes, self.kernels)
 
     @contextmanager
     def _computing_experts(self) -> Iterator[None]:
@@ -208,7 +188,7 @@ class HybridMoE:
 
     def count_plain_ep(self, rows: Tensor | int) -> None:
         """Count the rows to each rank, [G] or one number for all, of a dispatch of plain EP and of its combine."""
-        if torch._C._current_graph_task_id() != -1:  # inside a running backward
+        if is_in_backward():
             # A recomputation.  A re-entrant one is the first to build a graph, so its backward is counted here.
             num_exchanges = 2 if self.stats.was_recorded else 4
         else:
@@ -226,20 +206,18 @@ def dispatch(
     """Send rows to their destinations.  Returns the rows sent here, ordered by sender, then by the sender's token.
 
     Args:
-        x: [T, D] tokens.
+        x: [T, D] tokens, or rows of a dispatch before.
         topk_idx: [T, K] int32 global expert ids, -1 = dropped.
         topk_weights: [T, K] fp32 gate weights.
 
     Returns:
-        rows [R, D] in x.dtype, row_topk_idx [R, K] int32 (-1 for experts reached through other ranks), row_weights
-        [R, K] fp32, and the state that `combine` takes.
+        rows [R, D] in x.dtype, their topk_idx [R, K] int32 (-1 for experts reached through other ranks) and
+        topk_weights [R, K] fp32, and the state that `combine` takes.
     """
     routes = exchange.kernels.plan_routes(topk_idx, exchange.expert_to_destination, len(exchange.ranks))
-    send_splits = routes.rows_per_destination
     with torch.no_grad():
-        recv_splits, *arrived = exchange_rows(exchange, routes, send_splits, x, topk_weights=topk_weights)
-    state = DispatchState(exchange=exchange, routes=routes, send_splits=send_splits, recv_splits=recv_splits)
-    rows, row_weights, row_topk_idx = _Dispatch.apply(x, topk_weights, arrived, state)
+        state, rows, row_topk_idx, row_weights = exchange_rows(exchange, routes, x, topk_weights)
+    rows, row_weights = _Dispatch.apply(x, topk_weights, [rows, row_weights], state)
     return rows, row_topk_idx, row_weights, state
 
 
@@ -274,18 +252,13 @@ class _Dispatch(Function):
     @staticmethod
     def forward(
         ctx: Any, _x: Tensor, _topk_weights: Tensor, arrived: list[Tensor], state: DispatchState
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    ) -> tuple[Tensor, ...]:
         """Return what arrived; autograd sees it as a function of what was sent."""
         ctx.state = state
-        metadata, rows = arrived
-        row_topk_idx, row_weights = (part.contiguous() for part in metadata.chunk(2, dim=1))
-        ctx.mark_non_differentiable(row_topk_idx)
-        return rows, row_weights.view(torch.float32), row_topk_idx
+        return tuple(arrived)
 
     @staticmethod
-    def backward(
-        ctx: Any, grad_rows: Tensor, grad_row_weights: Tensor, _: Tensor
-    ) -> tuple[Tensor, Tensor, None, None]:
+    def backward(ctx: Any, grad_rows: Tensor, grad_row_weights: Tensor) -> tuple[Tensor, Tensor, None, None]:
         if torch.is_grad_enabled():
             raise UnsupportedError(NO_SECOND_DERIVATIVES)
         state = ctx.state

@@ -88,7 +88,7 @@ def kept_back(engine: Engine) -> dict[str, torch.Tensor]:
         for _, span, residual in gradients.undelivered():
             place = total[starts[span]].split(sizes)[replicas.trainable_names.index(span.name.split()[1])]
             place += residual.view(-1)
-        result[replicas.layer] = total
+        result[replicas.name] = total
     return result
 
 
@@ -99,7 +99,7 @@ def residuals_before_and_after(case: Case, block: dict[str, Any]) -> list[tuple[
         before = kept_back(engine)
         owed = {}
         for replicas in replicas_of(engine):
-            name = replicas.layer
+            name = replicas.name
             everywhere = [torch.empty_like(before[name]) for _ in range(dist.get_world_size())]
             dist.all_gather(everywhere, before[name])
             names = replicas.trainable_names

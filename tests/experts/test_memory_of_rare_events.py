@@ -39,7 +39,7 @@ def test_verification_makes_no_copies_of_the_weights() -> None:
         from ds_hybridep.experts.replicas import Replicas
         from ds_hybridep.experts.verification import checksums
         from ds_hybridep.kernels import load_kernels
-        from ds_hybridep.sync.slot_codecs import Encoding
+        from ds_hybridep.sync.encoding import Encoding
         from ds_hybridep.sync.transaction import Transaction
         from ds_hybridep.geometry.cluster import Cluster, Level
         from ds_hybridep.geometry.partition import Partition

@@ -12,7 +12,8 @@ from ds_hybridep.experts.migration import Gradients, LayerExperts, ReturnHandle,
 
 @pytest.fixture
 def layer():
-    replicas = mock.Mock(codecs=None, streams=None, layer="moe")
+    replicas = mock.Mock(codecs=None, streams=None)
+    replicas.name = "moe"  # not an argument: that would name the mock
     replicas.take_returned.return_value = ["what came back"]
     with (
         mock.patch.object(migration, "make_shipment", return_value=mock.Mock()),
@@ -66,11 +67,11 @@ def test_gradients_that_are_dropped_on_their_way_are_taken_in_first(layer: Layer
     handle = ReturnHandle()
     layer.add_gradients([])
     layer.start_return(handle)
-    under_way = handle.operation
+    under_way = handle.reduce
     layer.drop_gradients()
     layer.gradient_pipeline.wait.assert_called_once_with(under_way)
     assert (layer.gradients, layer.returning) == (Gradients.EMPTY, None)
-    assert (handle.operation, handle.collected) == (None, None)  # nothing is kept for a graph that may live on
+    assert (handle.reduce, handle.collected) == (None, None)  # nothing is kept for a graph that may live on
 
 
 def test_gradients_that_are_dropped_before_they_leave_need_no_wait(layer: LayerExperts) -> None:

@@ -153,6 +153,17 @@ def test_the_drawings_are_what_their_program_draws() -> None:
         assert (REPOSITORY / "docs" / "images" / name).read_text() == draw(), "run python .ci/drawings.py"
 
 
+def test_the_drawing_of_a_gradient_names_classes_where_they_are() -> None:
+    drawings = runpy.run_path(str(REPOSITORY / ".ci" / "drawings.py"))
+    places = [place for _, where in (*drawings["HOLDER"], *drawings["OWNER"]) for place in where.split("; ")]
+    assert places
+    for file, _, names in (place.partition(": ") for place in places):
+        path = REPOSITORY / "ds_hybridep" / file
+        assert path.exists(), file
+        for name in filter(None, names.split(", ")):
+            assert f"class {name}" in path.read_text(), (file, name)
+
+
 def test_messages_that_the_page_about_troubles_quotes_are_in_the_sources() -> None:
     table = (REPOSITORY / "docs" / "troubleshooting.md").read_text().split("## ")[1]
     messages = [one for line in table.splitlines() for one in re.findall(r"`([^`]+)`", line.split(" | ")[0])]

@@ -26,15 +26,14 @@ from ds_hybridep.geometry.partition import Partition
 from ds_hybridep.geometry.slots import whole
 from ds_hybridep.kernels import Routes, load_kernels
 from ds_hybridep.runtime import log
+from ds_hybridep.sync.encoding import Encoding
 from ds_hybridep.sync.group_sync import GroupSync
-from ds_hybridep.sync.slot_codecs import Encoding
 from ds_hybridep.sync.stages import gather_stages
 from ds_hybridep.sync.transaction import Transaction
 from ds_hybridep.sync.transfers import Reduce
 from ds_hybridep.tokens import exchange as row_exchange
-from ds_hybridep.tokens.exchange import Exchange, exchange_rows, swap, to_device
+from ds_hybridep.tokens.exchange import Exchange, exchange_rows, to_device
 from ds_hybridep.tokens.layer import (
-    DispatchState,
     _Dispatch,
     combine,
     permute_to_experts,
@@ -116,7 +115,6 @@ def test_migration_of_a_layer_stays_on_the_device(weights_codec: str, gradient_c
         for is_exact in (True, False, False):
             shipment = make_shipment(replicas, is_exact=is_exact)
             replicas.add_gradients(map(torch.empty_like, replicas.trainable_weights(replicas.replica_slots)))
-            replicas.prepare_residuals()
             for transfer in (shipment, Reduce(replicas, Purpose("expert_gradients", "return"))):
                 while not transfer.is_complete:
                     transfer.advance()
@@ -142,10 +140,9 @@ def test_the_way_of_a_token_stays_on_the_device() -> None:
     )
     with OneDevice(), mock.patch.object(row_exchange, "row_counts", return_value=[7]):  # the one wait for the device
         with torch.no_grad():
-            splits, *arrived = exchange_rows(exchange, routes, send_splits, x, topk_weights=weights)
-        assert splits == recv_splits
-        state = DispatchState(exchange=exchange, routes=routes, send_splits=send_splits, recv_splits=recv_splits)
-        rows, row_weights, _ = _Dispatch.apply(x, weights, arrived, state)
+            state, arrived_rows, _, arrived_weights = exchange_rows(exchange, routes, x, weights)
+        assert (state.send_splits, state.recv_splits) == (send_splits, recv_splits)
+        rows, row_weights = _Dispatch.apply(x, weights, [arrived_rows, arrived_weights], state)
         local = Routes(
             rows_per_destination=routes.rows_per_destination,
             row_to_token=torch.empty(9, dtype=torch.int64, device=DEVICE),
@@ -159,7 +156,7 @@ def test_the_way_of_a_token_stays_on_the_device() -> None:
     assert output.shape == x.shape
     assert x.grad.device == weights.grad.device == DEVICE
     with OneDevice(), torch.no_grad():
-        assert swap(exchange, [rows], recv_splits, send_splits, what="rows")[0].shape == (9, hidden)
+        assert state.send_back([rows], "rows")[0].shape == (9, hidden)
 
 
 def test_the_host_waits_for_no_copy_to_a_device() -> None:
@@ -189,14 +186,13 @@ def test_messages_are_filled_up_where_lengths_must_be_equal() -> None:
     exchange = Exchange("layer", (0, 1), 0, places, channel, load_kernels("reference"), (None,) * 2, peers, peers)
     routes = mock.Mock(
         num_rows=4,
+        rows_per_destination=(1, 3),
         row_to_token=torch.empty(4, dtype=torch.int64, device=DEVICE),
         row_topk_idx=torch.empty(4, 2, dtype=torch.int32, device=DEVICE),
         first_slot_to_row=torch.empty(4, 2, dtype=torch.int64, device=DEVICE),
     )
     with mock.patch.object(row_exchange, "row_counts", return_value=[1]):
-        exchange_rows(
-            exchange, routes, (1, 3), torch.empty(4, 8, device=DEVICE), topk_weights=torch.empty(4, 2, device=DEVICE)
-        )
+        exchange_rows(exchange, routes, torch.empty(4, 8, device=DEVICE), torch.empty(4, 2, device=DEVICE))
     room_bytes = 16 + 5 * (4 * 4 + 4 * 8)  # header; ids and gate weights, elements of 5 rows
     assert channel.num_bytes == [(room_bytes, room_bytes), (0, 0)]  # first messages, and no surplus
 

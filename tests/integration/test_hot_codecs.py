@@ -151,7 +151,7 @@ def undelivered(engine: Engine) -> dict[str, torch.Tensor]:
     of_all: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(of_all, pieces)
     sizes = {
-        f"{one.layer} {piece.name}": num_experts * piece.shape.numel()
+        f"{one.name} {piece.name}": num_experts * piece.shape.numel()
         for one in replicas_of(engine)
         for piece in one.layout.trainable
     }
@@ -164,9 +164,7 @@ def undelivered(engine: Engine) -> dict[str, torch.Tensor]:
 def sent_by(replicas: Any) -> set[Any]:
     """What a rank sends of the present hot experts, by level: the spans that have another packet to wait for."""
     peers = [(stage.level, peer) for stage in replicas.stages for peer in stage.peers]
-    parts = [
-        (level, part) for level, peer in peers for slot in peer.weights_from for part in replicas.slot_parts[slot]
-    ]
+    parts = [(level, part) for level, peer in peers for slot in peer.slots_there for part in replicas.slot_parts[slot]]
     return {(level, span) for level, part in parts for span in part.spans}
 
 

@@ -105,7 +105,7 @@ WAITS = {
     "encode behind the copy of the weights": ("lossy", "make_shipment"),
     "send behind what made it": ("exact", "StagedTransfer.advance", "DeviceStreams.within", "!Pinned"),
     "forward behind the decoding": ("lossy", "StagedTransfer.join"),
-    "report behind encoding": ("lossy", "RuntimeStatistics._codec_sums"),
+    "report behind encoding": ("lossy", "RuntimeStatistics._codec_counters"),
     "release behind encoding": ("without reports", "LayerExperts.release"),
     "copy to the host behind what is sent": ("exact", "Pinned.__init__"),
     "send behind the copy to the host": ("exact", "Pinned.wait"),

@@ -21,7 +21,7 @@ from ds_hybridep.geometry.packets import return_depth
 from ds_hybridep.geometry.partition import Partition
 from ds_hybridep.plan.plan import plan_of
 from ds_hybridep.runtime.build import encoding_of
-from ds_hybridep.sync.slot_codecs import Encoding
+from ds_hybridep.sync.encoding import Encoding
 from ds_hybridep.sync.stages import gather_stages
 from ds_hybridep.sync.transaction import Transaction
 
@@ -125,7 +125,10 @@ def _memory_of_layer(
     held = Replicas(
         "", experts, partition, gather_stages(partition, rank), rank=rank, encoding=encoding, transaction=Transaction()
     )
-    held.prepare_residuals()
+    if held.codecs is not None:
+        for stage in held.stages:
+            for slot in (slot for peer in stage.peers for slot in peer.slots_there):
+                held.codecs.make_residuals(slot, stage.level)
     replicas = sum(weights.nbytes for weights in held.weights)
     codecs = held.num_bytes - replicas
     if keeps_own or held.sends_own_slot(is_exact=False):

@@ -13,10 +13,9 @@ from ds_hybridep.codecs.compact import compact, expand
 from ds_hybridep.config_codecs import recommended_codecs
 from ds_hybridep.errors import PacketError
 from ds_hybridep.geometry.slots import Span, whole
-from ds_hybridep.sync.error_feedback import ErrorFeedback, residual_of
+from ds_hybridep.sync.error_feedback import ErrorFeedback, SlotCodecs, residual_of
 from ds_hybridep.sync.home import Home
 from ds_hybridep.sync.messages import MessageLayout, PacketPart, packet_parts
-from ds_hybridep.sync.slot_codecs import SlotCodecs
 from ds_hybridep.sync.transaction import Transaction
 from ds_hybridep.sync.undelivered import GradientTarget, Undelivered, UndeliveredGradients, collect, kept_back_in
 
@@ -189,9 +188,7 @@ def test_residuals_in_host_memory_are_there_before_they_are_handed_over(monkeypa
         return SimpleNamespace(wait=int)
 
     transport: Any = SimpleNamespace(channel=lambda *_: SimpleNamespace(start=start))
-    slots: Any = SimpleNamespace(
-        codecs=codecs, own_slot=0, device=CPU, layer="moe", stages=(SimpleNamespace(level=0),)
-    )
+    slots: Any = SimpleNamespace(codecs=codecs, own_slot=0, device=CPU, name="moe", stages=(SimpleNamespace(level=0),))
     collect(slots, (0, 1), transport, num_ranks=2)
     assert torch.equal(sent[0], late.reshape(-1))
 

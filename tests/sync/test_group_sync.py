@@ -15,8 +15,8 @@ from torch import distributed as dist
 from ds_hybridep.codecs import PatchCodec
 from ds_hybridep.geometry.cluster import Cluster, Level
 from ds_hybridep.geometry.slots import cut, even_bounds, whole
+from ds_hybridep.sync.encoding import Encoding
 from ds_hybridep.sync.group_sync import GroupSync
-from ds_hybridep.sync.slot_codecs import Encoding
 from ds_hybridep.sync.transaction import Transaction
 from ds_hybridep.sync.undelivered import kept_back_in
 

@@ -18,8 +18,8 @@ from torch import distributed as dist
 
 from ds_hybridep.geometry.cluster import Cluster, Level
 from ds_hybridep.geometry.slots import whole
+from ds_hybridep.sync.encoding import Encoding
 from ds_hybridep.sync.group_sync import GroupSync
-from ds_hybridep.sync.slot_codecs import Encoding
 from ds_hybridep.sync.transaction import Transaction
 
 pytestmark = pytest.mark.dist

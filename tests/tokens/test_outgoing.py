@@ -33,7 +33,7 @@ def test_each_destination_gets_its_rows_in_its_format(kind, arguments, data):
     formats = data.draw(st.lists(any_format, min_size=num_destinations, max_size=num_destinations))
     x, weights = payload(num_tokens, 130), payload(num_tokens, top_k, salt=1)
     exchange = mock.Mock(spec=Exchange, kernels=kernels, row_formats=tuple(formats))
-    parts = _outgoing(exchange, plan, plan.rows_per_destination, x, topk_weights=weights)
+    parts = _outgoing(exchange, plan, x, weights)
     assert kernels.dispatch_rows.call_count == (None in formats)
     assert kernels.quantise_rows.call_count == len({*formats} - {None})
     tokens_of = plan.row_to_token.split_with_sizes(plan.rows_per_destination)

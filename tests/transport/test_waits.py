@@ -74,8 +74,8 @@ def test_every_message_reaches_its_receiver_and_a_peer_that_closes_is_an_error(
 def agree_on_numbers() -> list[list[float]]:
     from moe_refs import open_transport
 
+    from ds_hybridep.sync.encoding import Encoding
     from ds_hybridep.sync.group_sync import GroupSync
-    from ds_hybridep.sync.slot_codecs import Encoding
     from ds_hybridep.sync.transaction import Transaction
 
     transport = open_transport(Cluster((Level("dc", 2), Level("gpu", 2))), timeout_s=LIMIT_S)

@@ -1,15 +1,45 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What lossy codecs did, in numbers that add up over ranks."""
+"""Which codecs a level has, and what codecs did."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from ds_hybridep.codecs import Codec, PatchCodec
+
+
+def no_master(_: nn.Parameter) -> Tensor | None:
+    return None
+
+
+def no_scale() -> float:
+    return 1.0
+
+
+@dataclass(frozen=True)
+class Encoding:
+    """How weights and gradients travel: codecs by level index, None for a level where they go as they are.
+
+    master_of: returns the optimizer's fp32 copy of a parameter, flat or shaped; None if this rank lacks a part of it.
+    is_on_host: True if what codecs keep between steps is in host memory.
+    sum_dtype: in which sums of gradients travel where no codec encodes them; None: that of the parameter.
+    """
+
+    weight_codecs: tuple[Codec | PatchCodec | None, ...]
+    gradient_codecs: tuple[Codec | None, ...]
+    master_of: Callable[[nn.Parameter], Tensor | None] = field(default=no_master, compare=False)
+    loss_scale: Callable[[], float] = field(default=no_scale, compare=False)
+    is_on_host: bool = False
+    sum_dtype: torch.dtype | None = None
 
 
 @dataclass
-class CodecSums:
+class CodecCounters:
     """What the codecs of one layer did on this rank under one plan, as sums that can be added over ranks.
 
     Bytes count encoded messages as they were sent, fp32 bytes what these hold.  Seconds are the host's: with a device,
