@@ -259,9 +259,9 @@ class HybridEPConfig(Settings):
         return Cluster(tuple(level.described() for level in self.levels))
 
     def canonical(self) -> dict[str, Any]:
-        """What all ranks must agree on, as JSON values; `report_file` and files and ports of hosts may differ."""
+        """What all ranks must agree on, as JSON values; `report_file`, and what is of one machine, may differ."""
         return self.model_dump(
-            mode="json", exclude={"report_file": True, "link": True, "sites": {"name", "secret_file"}}
+            mode="json", exclude={"report_file": True, "link": True, "sites": {"name", "secret_file", "host"}}
         )
 
     # Messages of these checks begin with the key.

@@ -95,6 +95,12 @@ def test_canonical_tells_settings_apart_that_all_ranks_must_share(other):
     assert parse({**BLOCK, "report_file": "run.json"}).canonical() == parse(BLOCK).canonical()
 
 
+def test_machines_of_one_site_may_announce_addresses_of_their_own():
+    sites = {"names": ["a", "b"], "meeting_point": "meet:29400", "secret_file": "secret"}
+    one, other = (parse({**BLOCK, "sites": {**sites, "host": host}}) for host in ("198.51.100.1", "198.51.100.2"))
+    assert one.canonical() == other.canonical()
+
+
 def test_a_disabled_block_needs_no_levels_and_no_fitting_world_but_right_keys():
     assert parse({"enabled": False}).levels == ()
     assert not parse({**BLOCK, "enabled": False}, world_size=1).enabled
