@@ -57,7 +57,7 @@ class Facts:
     sum_dtype: torch.dtype | None = None
 
     def complete(self, encoding: Encoding) -> Encoding:
-        """Return the encoding of experts with what depends on the engine."""
+        """Return an encoding with what depends on the engine."""
         return replace(encoding, master_of=self.master_of, loss_scale=self.loss_scale, sum_dtype=self.sum_dtype)
 
 

@@ -5,7 +5,6 @@ import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -102,8 +101,7 @@ class HybridRuntime:
         self.shared_parameters: Callable[[str], Sequence[Tensor]] = lambda _: ()  # flat, by name of the group
         # This makes channels, in the same order on all ranks, and before memory is allocated.
         encoding = facts.complete(encoding_of(self.plan, config.advanced.kernels))
-        of_dense = encoding_of(self.plan, config.advanced.kernels, is_dense=True)
-        of_dense = replace(of_dense, loss_scale=facts.loss_scale)
+        of_dense = facts.complete(encoding_of(self.plan, config.advanced.kernels, is_dense=True))
         device = facts.specs[0].sample.device
         self.syncs = {
             name: GroupSync(

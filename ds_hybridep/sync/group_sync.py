@@ -26,10 +26,9 @@ from torch import Tensor
 from ds_hybridep.errors import VerificationError
 from ds_hybridep.geometry.partition import Partition
 from ds_hybridep.geometry.slots import Span, cut, even_bounds, whole
-from ds_hybridep.sync.buffers import HeldSum, ParameterCodecs
 from ds_hybridep.sync.encoding import Encoding
 from ds_hybridep.sync.error_feedback import ErrorFeedback, SlotCodecs
-from ds_hybridep.sync.memory import CodecMemory
+from ds_hybridep.sync.memory import CodecMemory, HeldSum, ParameterCodecs
 from ds_hybridep.sync.messages import NARROW, PacketPart, split
 from ds_hybridep.sync.mirrors import HeldSlot
 from ds_hybridep.sync.stages import SlotKey, Stage, connect, gather_stages

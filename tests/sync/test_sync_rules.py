@@ -14,7 +14,7 @@ from process_pool import ProcessPool
 from training import batch_of, engine_of, error_of, train
 
 import ds_hybridep
-from ds_hybridep.sync.buffers import HeldSum
+from ds_hybridep.sync.memory import HeldSum
 
 pytestmark = pytest.mark.dist
 
