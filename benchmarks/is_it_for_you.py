@@ -57,18 +57,19 @@ does not wait nearly all of the time. A cell says, for uplinks of this rate:
 ## Inside one building
 
 Two machines of eight GPUs, 0.05 ms apart. How many times as fast as the fastest that exists today, one machine alone
-included, with codecs and exact, for a network of 25 Gbit/s or 200 Gbit/s per machine. Columns with codecs are also compared with ZeRO++. Exact
-columns are not, because ZeRO++ is lossy:
+included, with codecs and exact, for a network of 25 Gbit/s or 200 Gbit/s per machine. Columns with codecs are also
+compared with ZeRO++. Exact columns are not, because ZeRO++ is lossy:
 
 {building}
 
 So 25 Gbit/s for eight GPUs is a slow link too, and full fine-tuning gains much there. Where one machine can hold the
-training, as for Qwen3-30B-A3B, two are at most about twice as fast. Where a table says less than 1.1, use what you have. "LoRA" here means adapters of attention and experts; those of attention alone [gain
+training, as for Qwen3-30B-A3B, two are at most about twice as fast. Where a table says less than 1.1, use
+what you have. "LoRA" here means adapters of attention and experts; those of attention alone [gain
 nothing](huggingface.md#adapters-lora) over ZeRO-3 or FSDP inside each datacentre.
 
 More tokens in a step (accumulation) make the gain over ZeRO-3 over all GPUs and over one datacentre alone larger, and
-the gain over the others smaller ([why](costs.md#traffic)). On CPUs with an unlimited link ours was somewhat slower for a [small
-model](../README.md#measured), and up to 38% for [very small
+the gain over the others smaller ([why](costs.md#traffic)). On CPUs with an unlimited link ours was somewhat slower for a
+[small model](../README.md#measured), and up to 38% for [very small
 layers](benchmarks.md#what-the-runtime-itself-costs).
 
 Predictions assume that all experts get equally many tokens. Where they do not, [hot experts](hot-experts.md) may
