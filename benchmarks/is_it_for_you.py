@@ -68,8 +68,8 @@ what you have. "LoRA" here means adapters of attention and experts; those of att
 nothing](huggingface.md#adapters-lora) over ZeRO-3 or FSDP inside each datacentre.
 
 More tokens in a step (accumulation) make the gain over ZeRO-3 over all GPUs and over one datacentre alone larger, and
-the gain over the others smaller ([why](costs.md#traffic)). On CPUs with an unlimited link ours was somewhat slower for a
-[small model](../README.md#measured), and up to 38% for [very small
+the gain over the others smaller ([why](costs.md#traffic)). On CPUs with an unlimited link ours was somewhat slower for
+a [small model](../README.md#measured), and up to 38% for [very small
 layers](benchmarks.md#what-the-runtime-itself-costs).
 
 Predictions assume that all experts get equally many tokens. Where they do not, [hot experts](hot-experts.md) may
