@@ -45,7 +45,9 @@ does not wait nearly all of the time. A cell says, for uplinks of this rate:
 - seconds per step, and GB per GPU;
 - **how many times as fast as what exists today** (x): first over the fastest that fits into memory, then in brackets
   over ZeRO-3 or FSDP over all GPUs, if it fits; "not for you" where `plan` says so. Compared are ZeRO-3 or FSDP over
-  all GPUs and inside each datacentre, ZeRO++, and DeepSpeed's expert parallelism inside each datacentre and over both;
+  all GPUs and inside each datacentre, ZeRO++, DeepSpeed's expert parallelism inside each datacentre and over both, and
+  the best of these on one datacentre alone, with half of the GPUs for the same tokens in a step. The first column has
+  its seconds. Where it fits, nothing over two datacentres is more than about twice as fast;
 - the plan: domain sizes, codecs, size of the expert-parallel group ([how to read it](planning.md#what-comes-out));
 - in brackets what is faster still, and how many times: pipeline stages across datacentres, or local SGD, which is not
   the same training. Neither is provided here.
@@ -54,19 +56,20 @@ does not wait nearly all of the time. A cell says, for uplinks of this rate:
 
 ## Inside one building
 
-Two machines of eight GPUs, 0.05 ms apart. How many times as fast as the fastest that exists today, with codecs and
-exact, for a network of 25 Gbit/s or 200 Gbit/s per machine. Columns with codecs are also compared with ZeRO++. Exact
-columns are not, because ZeRO++ is lossy:
+Two machines of eight GPUs, 0.05 ms apart. How many times as fast as the fastest that exists today, one machine alone
+included, with codecs and exact, for a network of 25 Gbit/s or 200 Gbit/s per machine. Columns with codecs are also
+compared with ZeRO++. Exact columns are not, because ZeRO++ is lossy:
 
 {building}
 
-So 25 Gbit/s for eight GPUs is a slow link too, and full fine-tuning gains much. Where a table says less than 1.1, use
+So 25 Gbit/s for eight GPUs is a slow link too, and full fine-tuning gains much there. Where one machine can hold the
+training, as for Qwen3-30B-A3B, two are at most about twice as fast. Where a table says less than 1.1, use
 what you have. "LoRA" here means adapters of attention and experts; those of attention alone [gain
 nothing](huggingface.md#adapters-lora) over ZeRO-3 or FSDP inside each datacentre.
 
-More tokens in a step (accumulation) make the gain over ZeRO-3 over all GPUs larger, and the gain over the others
-smaller ([why](costs.md#traffic)). On CPUs with an unlimited link ours was somewhat slower for a [small
-model](../README.md#measured), and up to 38% for [very small
+More tokens in a step (accumulation) make the gain over ZeRO-3 over all GPUs and over one datacentre alone larger, and
+the gain over the others smaller ([why](costs.md#traffic)). On CPUs with an unlimited link ours was somewhat slower for
+a [small model](../README.md#measured), and up to 38% for [very small
 layers](benchmarks.md#what-the-runtime-itself-costs).
 
 Predictions assume that all experts get equally many tokens. Where they do not, [hot experts](hot-experts.md) may
@@ -99,6 +102,13 @@ def over_zero_3(answer: Answer) -> str:
     return f" ({times(theirs[0].step_s / answer.best.step_s)} x)" if theirs else ""
 
 
+def one_alone(answer: Answer) -> str:
+    """Seconds of a step on one datacentre without the other; the link does not matter."""
+    way = answer.alone
+    assert way is not None, "there are two datacentres"
+    return f"lacks {way.lacking_bytes / 1e9:.2g} GB of memory" if way.lacking_bytes else f"{way.step_s:.3g} s"
+
+
 def times(ratio: float) -> str:
     """A ratio in three digits or all before the point."""
     return f"{ratio:,.0f}" if ratio >= 1000 else f"{ratio:.3g}"
@@ -118,7 +128,8 @@ def rows() -> Iterator[tuple[str, ...]]:
     for model, training in itertools.product(MODELS, TRAININGS):
         gpus, zero_stage = smallest(model, training)
         cells = [cell(plan_of(model, training, gpus, zero_stage, gbps)) for gbps in GBPS]
-        yield (f"{model}, {training}; 2 x {gpus} GPUs, ZeRO-{zero_stage}", *cells)
+        alone = one_alone(plan_of(model, training, gpus, zero_stage, GBPS[0]))
+        yield (f"{model}, {training}; 2 x {gpus} GPUs, ZeRO-{zero_stage}<br>one datacentre alone: {alone}", *cells)
 
 
 def cell(answer: Answer) -> str:

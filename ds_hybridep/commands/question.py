@@ -230,7 +230,7 @@ def read_cluster(args: argparse.Namespace) -> Cluster:
         if match is None:
             raise ConfigError(
                 f"--dcs: got '{args.dcs}', wanted DATACENTRESxGPUS, for example 2x8; each has as many GPUs as the "
-                f"others, so give the fewest"
+                f"others, so give the fewest, and ask for the largest alone too, as 1x16"
             )
         if args.wan is None and int(match[1]) > 1:
             raise ConfigError("--wan: missing; --dcs needs the rate of a datacentre's uplink, such as 10gbps")

@@ -13,7 +13,7 @@ from ds_hybridep.plan.memory import Memory
 from ds_hybridep.plan.plan import ExpertGroup, PricedPlan
 from ds_hybridep.plan.program import Kind
 from ds_hybridep.plan.question import Question
-from ds_hybridep.plan.rivals import Alternative
+from ds_hybridep.plan.rivals import MOST_DROPPED, Alternative
 from ds_hybridep.plan.routing import Routing
 from ds_hybridep.plan.stream_model import StepPrediction
 
@@ -64,8 +64,12 @@ class Answer:
     @property
     def now(self) -> Alternative:
         """What people have without this program: the fastest that can train this, else the one that lacks least."""
-        ways = [way for way in self.alternatives if way.is_now]
-        return min(ways, key=lambda way: (bool(way.refused), way.lacking_bytes, way.dropped > TIE, way.step_s))
+        return min((way for way in self.alternatives if way.is_now), key=lambda way: way.rank)
+
+    @property
+    def alone(self) -> Alternative | None:
+        """One child of level 0 without the others; None: there is only one."""
+        return next((way for way in self.alternatives if way.num_gpus is not None), None)
 
     @property
     def chosen(self) -> "Candidate | Alternative":
@@ -102,7 +106,7 @@ class Answer:
 
     def _fastest(self, ways: Iterable[Alternative]) -> Alternative | None:
         least_s = math.inf if self.best.lacking_bytes else self.best.step_s * (1 - TIE)
-        faster = (way for way in ways if way.is_possible and way.step_s < least_s and way.dropped <= TIE)
+        faster = (way for way in ways if way.is_possible and way.step_s < least_s and way.dropped <= MOST_DROPPED)
         return min(faster, key=lambda way: way.step_s, default=None)
 
     def to_json(self) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Other ways to train the same model: what people have now, sites, and two that are only priced."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -17,6 +18,7 @@ from ds_hybridep.plan.words import number
 from ds_hybridep.plan.workload import Workload
 
 LEAST_DROPPED = 0.005  # a smaller share of rows is not worth a note
+MOST_DROPPED = 0.01  # a way that drops a larger share is no match for others
 SITES_EVERY = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000)  # `sites.every`
 HOST_STATE = "what codecs keep is in host memory"
 CARRIED = 0.1  # a link carries sites, or averages, if their exchange takes at most this share of a step
@@ -32,6 +34,7 @@ class Alternative:
     is_now: people have it without this program: DeepSpeed's layers, ZeRO-3, FSDP.
     sites: of one job for each child of level 0.  A way without it and `plan` that nobody has now is only priced.
     refused: why it cannot train this, or not as asked; empty: it can.
+    num_gpus: where it leaves GPUs out, how many it takes.
     waits: what a rank waits for, and for how many seconds, where there is no prediction.
     """
 
@@ -50,6 +53,7 @@ class Alternative:
     training: Training = "exact"
     is_now: bool = False
     refused: str = ""
+    num_gpus: int | None = None
     waits: tuple[str, float] | None = None
     state: Literal["device", "host"] = "device"  # where codecs keep what they keep
 
@@ -62,6 +66,11 @@ class Alternative:
     def is_possible(self) -> bool:
         """True if it can train this and fits."""
         return not self.refused and not self.lacking_bytes
+
+    @property
+    def rank(self) -> tuple[bool, float, bool, float]:
+        """Least for the fastest that can train this; if none can, for the one that lacks least."""
+        return bool(self.refused), self.lacking_bytes, self.dropped > MOST_DROPPED, self.step_s
 
 
 def alternatives(question: Question) -> list[Alternative]:
@@ -88,28 +97,40 @@ def alternatives(question: Question) -> list[Alternative]:
         result.append(_provided(question, f"{name}, exact", exact))
     if cluster.sizes[0] == 1:
         return result
-    return [*result, *_as_sites(question), *_pipeline(question), _local_sgd(question)]
+    return [*result, _alone(question), *_as_sites(question), *_pipeline(question), _local_sgd(question)]
 
 
 # ---- what people have now ----
 
 
 def _sharded(question: Question, division: Division) -> Alternative:
-    """With the largest micro-batches that fit; a step has the same tokens."""
-    cluster, workload, parts = question.cluster, question.workload, 1
-    found = sharded(cluster, workload, question.rates, division)
-    while question.lacking_bytes(found.memory) and workload.tokens_per_rank // (2 * parts) >= _least_tokens(workload):
-        parts *= 2
-        smaller = replace(
-            workload, tokens_per_rank=workload.tokens_per_rank // parts, micro_steps=workload.micro_steps * parts
-        )
-        found = sharded(cluster, smaller, question.rates, division)
+    return _with_batches_that_fit(question, lambda asked: _sharded_as_asked(asked, division))
+
+
+def _with_batches_that_fit(question: Question, price: Callable[[Question], Alternative]) -> Alternative:
+    """With the largest micro-batches that fit, if not those that are asked for; a step has the same tokens."""
+    found = price(question)
+    for smaller in question.workload.in_smaller_micro_batches():
+        if not found.lacking_bytes:
+            break
+        found = price(replace(question, workload=smaller))
+        said = f"micro-batches of {smaller.tokens_per_rank} tokens"
+        found = replace(found, note=_joined(found.note, said), remark=_joined(found.remark, said))
+    return found
+
+
+def _joined(*remarks: str) -> str:
+    return "; ".join(filter(None, remarks))
+
+
+def _sharded_as_asked(question: Question, division: Division) -> Alternative:
+    cluster = question.cluster
+    found = sharded(cluster, question.workload, question.rates, division)
     lacking, outer = question.lacking_bytes(found.memory), cluster.levels[0].name
     is_lossy = division == "quantised"
     refused = "lossy, and only exact ways are asked for" if is_lossy and not question.allows_lossy else ""
     remarks = [refused] if refused else []
     remarks += [f"hpZ, 4-bit gradients, 8-bit weights, in each micro-step from all {outer}s"] if is_lossy else []
-    remarks += [f"micro-batches of {workload.tokens_per_rank // parts} tokens"] if parts > 1 else []
     names: dict[Division, str] = {
         "everywhere": f"FSDP or ZeRO-3, all {cluster.num_ranks} GPUs",
         "inside": f"FSDP HYBRID_SHARD in each {outer}",
@@ -128,11 +149,6 @@ def _sharded(question: Question, division: Division) -> Alternative:
         refused=refused,
         waits=("weights, gradients", found.wait_s),
     )
-
-
-def _least_tokens(workload: Workload) -> int:
-    """One sequence."""
-    return max(workload.sequence_tokens, 1)
 
 
 def without_domains(spans: tuple[int, ...], dense_sync: SummedBy = "hierarchical") -> PricedPlan:
@@ -182,6 +198,34 @@ def dropped_share(routing: Routing, workload: Workload) -> float:
 def lacking_note(num_bytes: float) -> str:
     """Note for a plan that does not fit."""
     return f"needs {num_bytes / 1e9:.1f} GB more memory than there is"
+
+
+def _alone(question: Question) -> Alternative:
+    """One child of level 0 without the others: the best of what people have, in more micro-steps for the same step."""
+    levels, workload = question.cluster.levels, question.workload
+    alone = replace(
+        question,
+        cluster=Cluster((replace(levels[0], size=1), *levels[1:])),
+        workload=replace(workload, micro_steps=levels[0].size * workload.micro_steps),
+    )
+    num_gpus = alone.cluster.num_ranks
+    group = largest_group(alone.cluster, workload.model.num_experts, num_gpus)
+    plan = _by_deepspeed(without_domains(group.spans(alone.cluster)))
+    parallel = f"DeepSpeed, EP {group.ep_size}"
+    ways = {
+        "FSDP or ZeRO-3": _sharded(alone, "everywhere"),
+        parallel: _with_batches_that_fit(alone, lambda asked: _provided(asked, parallel, plan)),
+    }
+    name, best = min(ways.items(), key=lambda one: one[1].rank)
+    what = f"{name} on {num_gpus} GPU{'s' * (num_gpus > 1)}, which take all tokens of a step"
+    return replace(
+        best,
+        name=f"one {levels[0].name} alone",
+        plan=None,  # of another cluster
+        note=_joined(what, best.note),
+        remark=_joined(what, best.remark),
+        num_gpus=num_gpus,
+    )
 
 
 # ---- sites ----

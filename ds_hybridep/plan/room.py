@@ -106,12 +106,10 @@ def _checkpointing(question: Question, lacks: Lacks) -> Change | None:
 
 def _smaller_micro_batches(question: Question, lacks: Lacks) -> Change | None:
     """The largest that fit, else the smallest, of one sequence; a step has the same tokens."""
-    workload, parts, found = question.workload, 1, None
-    while workload.tokens_per_rank // (2 * parts) >= max(workload.sequence_tokens, 1):
-        parts *= 2
-        tokens, micro_steps = workload.tokens_per_rank // parts, workload.micro_steps * parts
-        words = f"--tokens {tokens} --accumulation {micro_steps}"
-        found = _with(question, words, replace(workload, tokens_per_rank=tokens, micro_steps=micro_steps))
+    found = None
+    for workload in question.workload.in_smaller_micro_batches():
+        words = f"--tokens {workload.tokens_per_rank} --accumulation {workload.micro_steps}"
+        found = _with(question, words, workload)
         if not lacks(found.question):
             break
     return found

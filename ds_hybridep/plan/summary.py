@@ -103,16 +103,18 @@ def legend(answer: Answer, mark: str = "->") -> list[str]:
 
 
 def describe_bills(answer: Answer, steps: int, price_per_gb: float | None) -> list[str]:
-    """Hours and GB of some steps, for the chosen way and for what people have now."""
-    question, now = answer.question, row_of_way(answer, answer.now)
+    """Hours and GB of some steps, for the chosen way, for what people have now, and for one child of level 0 alone."""
+    question, now, alone = answer.question, answer.now, answer.alone
+    ways = [now, *([alone] if alone is not None and alone is not now else [])]
     outer, lines = question.cluster.levels[0], list[str]()
-    for row in (chosen_row(answer), now):
-        if row.lacking_bytes or (row.kind == "now" and not answer.now.is_possible):
+    for row in (chosen_row(answer), *(row_of_way(answer, way) for way in ways if way.is_possible)):
+        if row.lacking_bytes:
             continue
         bill = bill_of(row, question, steps, price_per_gb)
         if not lines:
             lines.append(f"{steps:,} steps, {count(bill.tokens)} tokens, on {question.cluster.num_ranks} GPUs:")
         text = f"- {row.name}: {hours(bill.hours)}, {number(bill.gpu_hours)} GPU-hours"
+        text += f" of {row.num_gpus} GPUs" if row.num_gpus < question.cluster.num_ranks else ""
         if bill.each_gb and bill.link_gb:
             text += f"; GB out of each {outer.name} {number(bill.each_gb)}, of all {number(bill.link_gb)}"
         if bill.price:

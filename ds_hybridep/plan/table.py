@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The ten rows that answer "what will I get": what people have now, this program's ways, and two others."""
+"""The rows that answer "what will I get": what people have now, this program's ways, and two others."""
 
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
@@ -10,7 +10,7 @@ from ds_hybridep.plan.plan import listed
 from ds_hybridep.plan.question import Question
 from ds_hybridep.plan.rivals import HOST_STATE, Alternative, Training
 
-MOST_NOW = 4  # rows of what people have; the table has ten at most
+MOST_NOW = 4  # rows of what people have, without one child alone; the table has eleven at most
 LEAST_WAIT = 0.05  # share of a step that is worth a word
 
 
@@ -21,6 +21,7 @@ class Row:
     kind: people have it now; it is ours, as one job or as sites; or nobody here provides it.
     layout: what it is apart from codecs and where state lies.
     link_bytes: a step's over one uplink of level 0, in one direction; None: not known.
+    num_gpus: that compute.
     load: with uneven routing, the rows of the fullest rank over the mean; None: not known.
     waits_for, wait_s: what a rank waits for longest, and how many seconds it does not compute for training, in all.
     """
@@ -32,6 +33,7 @@ class Row:
     tokens_per_s: float
     memory_bytes: float
     link_bytes: float | None
+    num_gpus: int
     training: Training
     load: float | None
     waits_for: str
@@ -46,7 +48,7 @@ class Row:
 
 
 def rows_of(answer: Answer) -> list[Row]:
-    """At most ten rows that differ, in the order of the report."""
+    """At most eleven rows that differ, in the order of the report."""
     ways = answer.alternatives
     rows = [row_of_way(answer, way) for way in _ways_now(answer)]
     rows += [row_of_plan(answer, one) for one in _our_plans(answer)]
@@ -55,10 +57,11 @@ def rows_of(answer: Answer) -> list[Row]:
 
 
 def _ways_now(answer: Answer) -> list[Alternative]:
-    """What people have now, without the slowest if there are many."""
-    ways = [way for way in answer.alternatives if way.is_now]
-    best = sorted(ways, key=lambda way: (way is not answer.now, not way.is_possible, way.step_s))[:MOST_NOW]
-    return [way for way in ways if way in best]
+    """What people have now, without the slowest if there are many, and one child alone."""
+    ways, alone = [way for way in answer.alternatives if way.is_now], answer.alone
+    others = (way for way in ways if way is not alone)
+    best = sorted(others, key=lambda way: (way is not answer.now, not way.is_possible, way.step_s))[:MOST_NOW]
+    return [way for way in ways if way in best or way is alone]
 
 
 def _our_plans(answer: Answer) -> Iterable[Candidate]:
@@ -94,6 +97,7 @@ def row_of_plan(answer: Answer, candidate: Candidate) -> Row:
         tokens_per_s=tokens_per_s(answer.question, candidate.step_s),
         memory_bytes=candidate.memory.total_bytes,
         link_bytes=candidate.prediction.level_bytes(0),
+        num_gpus=answer.question.cluster.num_ranks,
         training=training,
         load=None if candidate.routing.is_even else candidate.routing.load_after,
         waits_for=term,
@@ -118,6 +122,7 @@ def row_of_way(answer: Answer, way: Alternative) -> Row:
         tokens_per_s=tokens_per_s(answer.question, way.step_s),
         memory_bytes=way.memory_bytes,
         link_bytes=way.crossing_bytes,
+        num_gpus=way.num_gpus or answer.question.cluster.num_ranks,
         training=way.training,
         load=way.load if answer.question.workload.is_uneven else None,
         waits_for=term,
@@ -173,7 +178,7 @@ def bill_of(row: Row, question: Question, steps: int, price_per_gb: float | None
         steps=steps,
         tokens=steps * tokens_of_step(question),
         hours=hours,
-        gpu_hours=hours * cluster.num_ranks,
+        gpu_hours=hours * row.num_gpus,
         each_gb=each_gb,
         link_gb=link_gb,
         price=None if link_gb is None or price_per_gb is None else link_gb * price_per_gb,

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Whether this program is for you, and why: the sentences at the top of the answer."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
@@ -29,14 +30,17 @@ def is_for_you(answer: Answer) -> bool:
 
 def why_not_for_you(answer: Answer) -> Literal["", "AutoEP", "memory", "waits", "gain"]:
     """What is missing in one word; empty: it is for you."""
-    now = answer.now
     if _lacks_autoep(answer):
         return "AutoEP"
     if answer.lacking_bytes:
         return "memory"
-    if now.is_possible and now.step_s < LEAST_GAIN * answer.chosen.step_s:
+    if _gains_little(answer):
         return "gain"
     return "waits" if only_waits(answer) else ""
+
+
+def _gains_little(answer: Answer) -> bool:
+    return answer.now.is_possible and answer.now.step_s < LEAST_GAIN * answer.chosen.step_s
 
 
 def only_waits(answer: Answer) -> bool:
@@ -60,10 +64,12 @@ def verdict(answer: Answer) -> list[str]:
     """Sentences: whether it is for you, and why; then how, and what to know."""
     reason = why_not_for_you(answer)
     if reason == "AutoEP":
+        gains_little = not answer.lacking_bytes and _gains_little(answer)
         return [
             "Not for you, because DeepSpeed's AutoEP has no preset for models of this kind.",
             "The table says what this program would bring to layers of deepspeed.moe.layer of the same sizes. If you "
             "write these yourself, give --model a file with layers, hidden, ffn, experts and top_k.",
+            *([_gains_too_little(answer, "With such layers it is not for you either")] if gains_little else []),
         ]
     if reason == "memory":
         return _does_not_fit(answer)
@@ -72,14 +78,11 @@ def verdict(answer: Answer) -> list[str]:
         return [f"For you: {_beside_now(answer)}{_exactly(answer)}", _how(answer), *_notes(answer), *advice]
     if reason == "waits":
         return [_waits_too_long(answer), _how(answer, "What fits here is "), *_notes(answer)]
-    now, chosen = answer.now, chosen_row(answer)
-    is_as_fast = now.step_s <= chosen.step_s * (1 + TIE)
-    because = "what you can have without this program is as fast" if is_as_fast else "it gains little"
-    ours = f"{number(chosen.step_s)} s with this program{' (lossy)' * (chosen.training == 'lossy')}"
     return [
-        f"Not for you, because {because}: {seconds(now.step_s)} with {now.name}, {ours}. Take {now.name}.",
+        _gains_too_little(answer),
         _how(answer, "The best of this program is "),
         *_turn(answer),
+        *_local_steps(answer),
         *_elsewhere(answer),
     ]
 
@@ -93,7 +96,25 @@ def _beside_now(answer: Answer) -> str:
     if not now.is_possible:
         return f"{seconds(step_s)}{lossy}. Nothing without this program can do it: {now.name} {_why_not(now)}."
     ratio = number(now.step_s / step_s)
-    return f"{ratio} times as fast{lossy}, {seconds(step_s)} instead of {number(now.step_s)} with {now.name}."
+    both = f"{seconds(step_s)} instead of {number(now.step_s)} with {now.name}"
+    times = answer.question.cluster.sizes[0]
+    cost = f", for {'twice' if times == 2 else f'{times} times'} the GPUs" if now is answer.alone else ""
+    return f"{ratio} times as fast{lossy}, {both}{cost}."
+
+
+def _gains_too_little(answer: Answer, begin: str = "Not for you") -> str:
+    now, chosen = answer.now, chosen_row(answer)
+    ours = f"with this program{' (lossy)' * (chosen.training == 'lossy')}"
+    if now is answer.alone:
+        because = f"it gains little over {now.name}"
+        if now.step_s <= chosen.step_s * (1 + TIE):
+            because = f"{now.name} is {'faster' if now.step_s < chosen.step_s * (1 - TIE) else 'as fast'}"
+        both = f"{seconds(now.step_s)} on {now.num_gpus} GPUs, {number(chosen.step_s)} s on {chosen.num_gpus} {ours}"
+        return f"{begin}, because {because}: {both}. {_what_helps(answer.question, chosen)}."
+    is_as_fast = now.step_s <= chosen.step_s * (1 + TIE)
+    because = "what you can have without this program is as fast" if is_as_fast else "it gains little"
+    both = f"{seconds(now.step_s)} with {now.name}, {number(chosen.step_s)} s {ours}"
+    return f"{begin}, because {because}: {both}. Take {now.name}."
 
 
 def _lossy(row: Row) -> str:
@@ -112,7 +133,9 @@ def _exactly(answer: Answer) -> str:
     if not now.is_possible:
         return f" With exact gradients (--codecs exact), {seconds(step_s)}."
     ratio = now.step_s / step_s
-    gain = f"it is {number(ratio)} times as fast" if ratio >= LEAST_GAIN else "it gains nothing worth the change"
+    gain = "it is slower" if ratio < 1 - TIE else "it gains nothing worth the change"
+    if ratio >= LEAST_GAIN:
+        gain = f"it is {number(ratio)} times as fast"
     with_what = "" if now.name == answer.now.name else f" with {now.name}"
     both = f"{seconds(step_s)} instead of {number(now.step_s)}{with_what}"
     return f" With exact gradients (--codecs exact) {gain}: {both}."
@@ -218,13 +241,21 @@ def _notes(answer: Answer) -> list[str]:
     if more is not None:
         found = chosen_row(_asked(more.question))
         lines.append(f"Faster with {more.words}: {found.name}, {seconds(found.step_s)}.")
-    others = [way for way in answer.alternatives if way.is_possible and way is not answer.chosen]
-    steps = [way for way in others if way.sites is not None and way.sites.every > 1]
-    if steps and steps[0].step_s * LEAST_GAIN < chosen.step_s:
-        lines.append(
-            f"If local steps, which are another training, are fine: {steps[0].name}, {seconds(steps[0].step_s)}."
-        )
-    return [*lines, *_elsewhere(answer)]
+    return [*lines, *_local_steps(answer), *_elsewhere(answer)]
+
+
+def _to_beat_s(answer: Answer) -> float:
+    """Seconds of a step of what the answer says to take."""
+    return min(answer.chosen.step_s, answer.now.step_s if answer.now.is_possible else math.inf)
+
+
+def _local_steps(answer: Answer) -> list[str]:
+    ways = (way for way in answer.alternatives if way.sites is not None and way.sites.every > 1)
+    return [
+        f"If local steps, which are another training, are fine: {way.name}, {seconds(way.step_s)}."
+        for way in ways
+        if way.is_possible and way.step_s * LEAST_GAIN < _to_beat_s(answer)
+    ]
 
 
 def _what_helps(question: Question, chosen: Row) -> str:
@@ -272,8 +303,8 @@ def _with_more_memory(answer: Answer) -> Change | None:
 
 def _elsewhere(answer: Answer) -> list[str]:
     """The fastest way of another program, where it is faster or all that fits."""
-    elsewhere, step_s = answer.better_elsewhere, answer.chosen.step_s
-    if elsewhere is None:
+    elsewhere, step_s = answer.better_elsewhere, _to_beat_s(answer)
+    if elsewhere is None or (not answer.lacking_bytes and elsewhere.step_s > step_s * (1 - TIE)):
         return []
     what = f"{elsewhere.name}, {seconds(elsewhere.step_s)}"
     if answer.lacking_bytes:

@@ -2,8 +2,8 @@
 """Bytes, parameters and FLOPs of one training step of a Mixture-of-Experts model, per layer and rank."""
 
 import math
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from ds_hybridep.errors import PlanError
@@ -201,6 +201,13 @@ class Workload:
     def is_uneven(self) -> bool:
         """True if experts may get different numbers of rows."""
         return self.skew != 1.0 or self.expert_loads is not None
+
+    def in_smaller_micro_batches(self) -> Iterator["Workload"]:
+        """The same step in twice, four times ... as many micro-steps, down to micro-batches of one sequence."""
+        parts = 2
+        while self.tokens_per_rank // parts >= max(self.sequence_tokens, 1):
+            yield replace(self, tokens_per_rank=self.tokens_per_rank // parts, micro_steps=self.micro_steps * parts)
+            parts *= 2
 
     @cached_property
     def expert_travel_params(self) -> int:

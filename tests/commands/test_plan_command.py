@@ -66,7 +66,7 @@ def test_json_holds_plan_rivals_and_verdict(capsys):
     assert code == 0
     assert answer["plan"]["domain_sizes"] == [2, 1]
     assert sum(answer["plan"]["terms_s"].values()) == pytest.approx(answer["plan"]["step_s"])
-    assert [way["provided"] for way in answer["alternatives"]] == 9 * [True] + 2 * [False]
+    assert [way["provided"] for way in answer["alternatives"]] == 10 * [True] + 2 * [False]
 
 
 def test_json_says_what_the_model_is_what_one_has_now_and_what_it_costs(capsys):
@@ -85,7 +85,7 @@ def test_json_says_what_the_model_is_what_one_has_now_and_what_it_costs(capsys):
     assert bill["price"] == pytest.approx(0.1 * bill["link_gb"])
     assert bill["link_gb"] == pytest.approx(2 * bill["each_gb"])
     assert (bill["tokens"], bill["gpu_hours"]) == (500 * 16 * 16384, pytest.approx(16 * bill["hours"]))
-    assert len(answer["table"]) <= 10
+    assert len(answer["table"]) <= 11
     settings = answer["ds_config"]
     assert settings["expert_parallel"] == {"enabled": True, "autoep_size": 16, "preset_model": "qwen3_moe"}
     assert settings["train_micro_batch_size_per_gpu"] * 4096 == 16384
@@ -150,15 +150,21 @@ def test_what_others_fit_is_said_where_nothing_of_ours_does(capsys):
     assert "Without this program, FSDP or ZeRO-3, all 32 GPUs fits: " in verdict
 
 
+def fastest_now_over_all(answer):
+    """What people have now, without one datacentre alone."""
+    rows = [row for row in answer["table"] if row["kind"] == "now" and row["num_gpus"] == 16]
+    return min(rows, key=lambda row: row["step_s"])
+
+
 def test_zero_plus_plus_is_what_one_has_unless_only_exact_ways_are_asked_for(capsys):
     """With one micro-step, its parameters cross once, in 8 bits, and beat gradients that cross in 16."""
     name = "ZeRO++ (lossy) in each dc"
-    now = json.loads(run(capsys, *QWEN, "--json")[1])["now"]
+    now = fastest_now_over_all(json.loads(run(capsys, *QWEN, "--json")[1]))
     assert (now["name"], now["training"]) == (name, "lossy")
-    _, out, _ = run(capsys, *EXACT)
-    assert "s a step with FSDP HYBRID_SHARD in each dc, " in flat(out)
-    ways = json.loads(run(capsys, *EXACT, "--json")[1])["alternatives"]
-    assert "lossy, and only exact ways are asked for" in next(way["note"] for way in ways if way["name"] == name)
+    answer = json.loads(run(capsys, *EXACT, "--json")[1])
+    assert fastest_now_over_all(answer)["name"] == "FSDP HYBRID_SHARD in each dc"
+    notes = {way["name"]: way["note"] for way in answer["alternatives"]}
+    assert "lossy, and only exact ways are asked for" in notes[name]
 
 
 def test_an_optimizer_on_the_host_counts_there(capsys):
@@ -193,7 +199,9 @@ def test_few_experts_on_many_ranks_are_explained(capsys):
         "--memory",
         "900",
     ]
-    _, out, _ = run(capsys, *arguments, "--tokens", "4096", "--codecs", "exact", "--wan", "25gbps")
+    # One datacentre alone cannot hold it, so one job over both is for you.
+    few = ("--tokens", "4096", "--codecs", "exact", "--wan", "25gbps", "--checkpointing", "--memory", "90")
+    _, out, _ = run(capsys, *arguments, *few)
     assert "8 experts cannot be spread over 16 ranks" in out
     assert "8 ranks at equal distances over every dc; use_data_before_expert_parallelism makes it so" in out
     assert '"use_data_before_expert_parallelism": true' in out

@@ -32,6 +32,6 @@ def test_the_table_of_the_page_about_planning_is_the_first_of_the_five() -> None
     said = CASE.findall(PAGE.read_text())[0][1].splitlines()
     page = (PAGE.parent / "planning.md").read_text()
     table = next(body for body in re.findall(r"^```\n(.*?)^```", page, re.M | re.S) if "s/step" in body).splitlines()
-    assert len(table) == 11
+    assert len(table) == 12
     begin = next(at for at, line in enumerate(said) if "s/step" in line and line.startswith("  "))
     assert [line.startswith(shown) for line, shown in zip(said[begin:], table, strict=False)] == len(table) * [True]

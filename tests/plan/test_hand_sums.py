@@ -29,6 +29,8 @@ CASES = {
     "olmoe": (*("OLMoE-1B-7B", "--learning-rate", "4e-4", "--dcs", "3x4", "--wan", "1gbps", "--delay", "80ms"),),
 }
 GBPS = {"qwen": 10, "lora": 1, "mixtral": 25, "deepseek": 100, "olmoe": 1}
+NUM_DCS = {"qwen": 2, "lora": 2, "mixtral": 2, "deepseek": 4, "olmoe": 3}
+ALONE = "one dc alone"
 
 
 @pytest.fixture(scope="module")
@@ -164,9 +166,10 @@ ARITHMETIC = {
 
 @pytest.mark.parametrize("case", CASES)
 def test_arithmetic(answer, case):
-    """The same in all rows, since all compute the same."""
+    """The same in all rows, since all compute the same; one datacentre alone computes the others' share too."""
     for row in answer(case)["table"]:
-        assert computing_s(row) == close(ARITHMETIC[case]), row["name"]
+        times = NUM_DCS[case] if row["name"] == ALONE else 1
+        assert computing_s(row) == close(times * ARITHMETIC[case]), row["name"]
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -273,6 +276,32 @@ def test_bytes_of_olmoe(answer):
     # Two others get the sums of each datacentre: gradients in place of weights.
     sites = 2 * (Olmoe.of_experts * of_expert + Olmoe.dense * of_dense)
     assert row_of(found, "sites, H = 1")["link_bytes"] == close(sites, ENCODED)
+
+
+# ---- one datacentre alone ----
+
+
+def test_one_datacentre_alone_has_no_slow_link(answer):
+    """ZeRO-3 on its GPUs, in micro-batches of one sequence or two: whichever takes longer, products or gathers."""
+    # 1. Sixteen micro-steps of 4096 tokens: weights twice and gradients once over NVLink, 450 GB/s, in a ring of 8.
+    alone = row_of(answer("qwen"), ALONE)
+    gathers_s = 16 * 7 / 8 * 3 * Qwen.every * BF16 / 450e9
+    assert gathers_s > 2 * ARITHMETIC["qwen"]
+    assert (alone["step_s"], alone["num_gpus"], alone["link_bytes"]) == (close(gathers_s), 8, 0)
+    layers = 2 * (Qwen.experts * Qwen.expert + Qwen.dense / Qwen.layers) * BF16
+    state = Qwen.every / 8 * (BF16 + BF16 + ADAM) + layers
+    assert alone["memory_bytes"] == close(with_allowance(state, activations(Qwen) / 2))
+    # 2. Where products take longer, it takes as many times as long as there are datacentres.
+    for case in ("lora", "olmoe"):
+        assert row_of(answer(case), ALONE)["step_s"] == close(NUM_DCS[case] * ARITHMETIC[case])
+    # 3. What does not fit: an eighth of Mixtral's experts with their optimizer; of DeepSeek-V3 a 32nd and two layers.
+    mixtral, deepseek = (row_of(answer(case), ALONE) for case in ("mixtral", "deepseek"))
+    assert mixtral["memory_bytes"] > Mixtral.of_experts / 8 * (BF16 + BF16 + ADAM) > 80e9
+    layers = 2 * (DeepSeek.experts * DeepSeek.expert + DeepSeek.dense / DeepSeek.layers) * BF16
+    state = DeepSeek.every / 32 * BF16 + DeepSeek.trained / 32 * (BF16 + BF16 + ADAM) + layers
+    assert deepseek["memory_bytes"] == close(with_allowance(state, activations(DeepSeek) / 2))
+    for alone in (mixtral, deepseek):
+        assert alone["lacking_bytes"] == close(alone["memory_bytes"] - 80e9)
 
 
 # ---- memory of a GPU ----

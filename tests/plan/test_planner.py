@@ -183,7 +183,7 @@ def test_what_deepspeed_drops_is_said_and_is_not_better():
     padded = [way for way in answer.alternatives if way.plan is not None and way.plan.is_padded]
     assert all(0.2 < way.dropped < 0.9 for way in padded)
     assert all(way.note.startswith(f"drops {way.dropped:.0%} of the rows") for way in padded)
-    assert answer.better is None
+    assert answer.better is answer.alone  # which takes ZeRO-3, and drops nothing
     exact = next(way for way in answer.alternatives if "de-duplicated" in way.name)
     assert exact.load == pytest.approx(4.0)
 
@@ -300,14 +300,15 @@ def test_alternatives_are_priced_and_named():
         "EP 16 across dcs, exchange de-duplicated",
         "DeepSpeed, EP 8 in each dc",
         "EP 8 in each dc, exact",
+        "one dc alone",
         "sites, H = 1",
         "sites, H = 200 (DiLoCo-like)",
         "pipeline across dcs, EP in each",
         "local SGD, H = 200",
     ]
-    assert [way.is_provided for way in answer.alternatives] == 9 * [True] + 2 * [False]
+    assert [way.is_provided for way in answer.alternatives] == 10 * [True] + 2 * [False]
     assert answer.alternatives[3].step_s > answer.alternatives[4].step_s > answer.best.step_s
-    assert answer.better is None
+    assert answer.better is answer.alone
     assert answer.better_elsewhere in answer.alternatives[-2:]
 
 
