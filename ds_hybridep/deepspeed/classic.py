@@ -57,6 +57,7 @@ def _forward(layer: MOELayer, hybrid: HybridMoE, hidden_states: Tensor, used_tok
     # Without a group the gate asks no rank for the largest capacity.  Without dropping it pads to that; we do not.
     group, layer.gate.ep_group = layer.gate.ep_group, None
     try:
+        # sparse_routes, so topk_idx is [k, T] int32, -1 where a token is dropped; and not use_tutel.
         routed = layer.gate(x, used_token, True, False)
     finally:
         layer.gate.ep_group = group
