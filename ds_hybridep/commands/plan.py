@@ -22,8 +22,9 @@ from ds_hybridep.plan.words import wrapped
 HELP = "say whether this program is for you, what it brings, and what to write"
 DESCRIPTION = """\
 Predicts the step time of every layout of a model on a cluster, of what you have now (ZeRO-3, FSDP, DeepSpeed's expert
-parallelism) and of others, and says whether this program is for you. Ends with a ds_config to paste. Nothing is run
-and no GPU is needed. Give the cluster as --dcs with --wan or as --cluster, and the model as --model.
+parallelism, one datacentre alone) and of others, and says whether this program is for you. Ends with a ds_config to
+paste. Nothing is run and no GPU is needed. Give the cluster as --dcs with --wan or as --cluster, and the model as
+--model.
 """
 EXAMPLE = """\
 examples:

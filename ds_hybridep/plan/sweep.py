@@ -125,8 +125,8 @@ def describe_sweep(question: Question, points: Sequence[Point]) -> str:
     notes = [
         "Each line holds up to the rate of the next; its seconds and its gain are those at its own rate. -> is the "
         "rate asked for, where plan answers the same. -: does not fit.",
-        f"no, gain: what you can have without this program is about as fast. no, waits: GPUs compute less than "
-        f"{1 - MOST_WAIT:.0%} of the time.",
+        f"no, gain: what you can have without this program is about as fast, or faster. no, waits: GPUs compute less "
+        f"than {1 - MOST_WAIT:.0%} of the time.",
     ]
     return "\n".join([aligned([header, *rows], left=(0, 1, 2, 3, 4, 6)), "", *map(wrapped, notes)])
 
