@@ -291,14 +291,22 @@ Gaps = dict[tuple[str, str], tuple[float, float, list[float]]]
 
 
 def gaps_of(records: list[Record]) -> Gaps:
-    """By phase and case: bytes per step, how many times less than exact, and the gaps of all seeds."""
-    by_run = {(one["params"]["phase"], one["params"]["case"], one["params"]["seed"]): one for one in records}
+    """By phase and case: bytes per step, how many times less than exact, and the gaps of all seeds.
+
+    A run is compared with the last exact one before it, and replaces an earlier run of its case.
+    """
+    exact: dict[tuple[str, int], Record] = {}
+    runs: dict[tuple[str, str, int], tuple[Record, Record]] = {}
+    for one in records:
+        phase, name, seed = (one["params"][key] for key in ("phase", "case", "seed"))
+        if name == EXACT:
+            exact[phase, seed] = one
+        runs[phase, name, seed] = one, exact[phase, seed]
     found: Gaps = {}
-    for (phase, name, seed), one in by_run.items():
-        exact = by_run[phase, EXACT, seed]
-        ratio = exact["bytes_per_step"] / one["bytes_per_step"]
+    for (phase, name, _), (one, other) in runs.items():
+        ratio = other["bytes_per_step"] / one["bytes_per_step"]
         gaps = [*found[phase, name][2]] if (phase, name) in found else []
-        found[phase, name] = one["bytes_per_step"], ratio, [*gaps, one["loss"] / exact["loss"] - 1]
+        found[phase, name] = one["bytes_per_step"], ratio, [*gaps, one["loss"] / other["loss"] - 1]
     return found
 
 
