@@ -213,8 +213,8 @@ class Reduce(StagedTransfer):
     Adds what arrives to the sums of its slot: of the own one, and of those that a slower stage sends on.  Where a
     level has a codec, `codecs.encode` keeps what a message leaves out, and `codecs.add` decodes.
 
-    With two levels, the gradient of a replica at (0, 0) reaches an owner at (1, 1) by way of (0, 1).  That rank decodes
-    it, adds it to its own sum in fp32, and encodes the sum anew, with its own residual.
+    With two levels, the gradient of a replica at (0, 0) reaches an owner at (1, 1) by way of (0, 1).  That rank
+    decodes it, adds it to its own sum in fp32, and encodes the sum anew, with its own residual.
 
     Args:
         stages: those of the group's stages to cross, by default all.
