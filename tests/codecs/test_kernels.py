@@ -58,7 +58,7 @@ def assert_same_encoding(spec, x, other):
         assert_same_bits(changed, wanted)
 
 
-@settings(max_examples=40)
+@settings(max_examples=25)
 @given(x=tensors())
 @pytest.mark.parametrize("name", SAME_BYTES)
 def test_encoding_equals_the_definition_bit_for_bit(name, x):

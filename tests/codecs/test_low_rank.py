@@ -98,7 +98,7 @@ def test_an_element_that_is_much_larger_than_its_row_and_column_arrives(kernels,
     gradient = normal(*shape) * 1e-2
     gradient[0, 18, 8] = 1.0
     residual, state = torch.zeros(shape), codec.new_state(*shape)
-    for _ in range(600):
+    for _ in range(600 if kernels == "compiled" else 300):  # the definition takes four times as long
         codec.encode_with_residual(gradient, residual, state)
     assert residual.abs().max() < 150  # steps' worth
 
@@ -255,16 +255,16 @@ def test_matrices_of_fewer_directions_than_the_rank_arrive(kernels, kind, spec):
 
     def gradient():
         directions = 1 if kind == "one direction" else 3
-        sizes = 10 ** (-3 * torch.rand(16, 512, 1, generator=generator)) if kind == "few tokens" else 1.0
+        sizes = 10 ** (-3 * torch.rand(4, 512, 1, generator=generator)) if kind == "few tokens" else 1.0
         if kind == "few rows":
-            return random(16, 512, 256) * (torch.rand(16, 512, 1, generator=generator) < 0.01)
+            return random(4, 512, 256) * (torch.rand(4, 512, 1, generator=generator) < 0.01)
         if kind == "few columns":
-            return random(16, 512, 256) * (torch.rand(16, 1, 256, generator=generator) < 0.02)
-        return random(16, 512, directions) @ random(16, directions, 256) * sizes
+            return random(4, 512, 256) * (torch.rand(4, 1, 256, generator=generator) < 0.02)
+        return random(4, 512, directions) @ random(4, directions, 256) * sizes
 
-    gradients, residual = [gradient() for _ in range(3)], torch.zeros(16, 512, 256)
+    gradients, residual = [gradient() for _ in range(3)], torch.zeros(4, 512, 256)
     codec = make_codec(spec, kernels=kernels)
-    state = codec.new_state(16, 512, 256)
+    state = codec.new_state(4, 512, 256)
     for step in range(12):
         before = residual.flatten(1).norm(dim=1) + gradients[step % 3].flatten(1).norm(dim=1)
         codec.encode_with_residual(gradients[step % 3], residual, state)

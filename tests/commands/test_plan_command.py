@@ -7,6 +7,7 @@ import shlex
 import sys
 
 import pytest
+from answered import answered
 
 from ds_hybridep.commands.main import main
 from ds_hybridep.commands.question import parse_bits_per_s
@@ -19,19 +20,13 @@ QWEN = ["plan", "--model", "Qwen3-30B-A3B", "--dcs", "2x8", "--wan", "10gbps", "
 EXACT = [*QWEN, "--codecs", "exact"]
 
 
-def run(capsys, *arguments):
-    code = main([*arguments])
-    captured = capsys.readouterr()
-    return code, captured.out, captured.err
-
-
 def flat(text):
     """The text without its line breaks."""
     return " ".join(text.split())
 
 
-def test_a_table_with_the_plan_its_rivals_and_a_block_to_paste(capsys):
-    code, out, _ = run(capsys, *QWEN, "--delay", "10ms")
+def test_a_table_with_the_plan_its_rivals_and_a_block_to_paste():
+    code, out, _ = answered(*QWEN, "--delay", "10ms")
     assert code == 0
     assert "Qwen3-30B-A3B: 30.5 B parameters, 3.0 B active, all trained; 48 MoE layers of 128 experts of" in out
     assert "    ours, exact: [2," in out
@@ -52,16 +47,16 @@ def test_a_table_with_the_plan_its_rivals_and_a_block_to_paste(capsys):
     assert '"bandwidth_gbps": 10.0' in out
 
 
-def test_the_block_to_paste_is_read_by_the_config(capsys):
-    _, out, _ = run(capsys, *EXACT, "--json")
+def test_the_block_to_paste_is_read_by_the_config():
+    _, out, _ = answered(*EXACT, "--json")
     settings = json.loads(out)["ds_config"]
     config = parse_config(settings["hybridep"], world_size=16)
     assert config.domain_sizes == (2, 1)
     assert config.levels[0].bandwidth_gbps == 10
 
 
-def test_json_holds_plan_rivals_and_verdict(capsys):
-    code, out, _ = run(capsys, *EXACT, "--json")
+def test_json_holds_plan_rivals_and_verdict():
+    code, out, _ = answered(*EXACT, "--json")
     answer = json.loads(out)
     assert code == 0
     assert answer["plan"]["domain_sizes"] == [2, 1]
@@ -69,8 +64,8 @@ def test_json_holds_plan_rivals_and_verdict(capsys):
     assert [way["provided"] for way in answer["alternatives"]] == 10 * [True] + 2 * [False]
 
 
-def test_json_says_what_the_model_is_what_one_has_now_and_what_it_costs(capsys):
-    _, out, _ = run(capsys, *EXACT, "--steps", "500", "--price-per-gb", "0.1", "--json")
+def test_json_says_what_the_model_is_what_one_has_now_and_what_it_costs():
+    _, out, _ = answered(*EXACT, "--steps", "500", "--price-per-gb", "0.1", "--json")
     answer = json.loads(out)
     model = answer["model"]
     assert model["parameters"] == model["trained_parameters"] == 30_532_122_624
@@ -93,8 +88,8 @@ def test_json_says_what_the_model_is_what_one_has_now_and_what_it_costs(capsys):
     assert answer["launch"] == ["deepspeed --hostfile hosts train.py --deepspeed_config ds_config.json"]
 
 
-def test_a_model_that_autoep_does_not_train_is_said_first(capsys):
-    _, out, _ = run(capsys, *QWEN, "--model", "OLMoE-1B-7B")
+def test_a_model_that_autoep_does_not_train_is_said_first():
+    _, out, _ = answered(*QWEN, "--model", "OLMoE-1B-7B")
     assert out.startswith("Not for you, because DeepSpeed's AutoEP has no preset for models of this kind.")
     assert "ds_config.json" not in out
 
@@ -104,8 +99,8 @@ TOO_LARGE = [
 ]
 
 
-def test_what_does_not_fit_is_not_for_you_with_what_to_change(capsys):
-    code, out, err = run(capsys, *TOO_LARGE, "--checkpointing")
+def test_what_does_not_fit_is_not_for_you_with_what_to_change():
+    code, out, err = answered(*TOO_LARGE, "--checkpointing")
     assert (code, err) == (0, "")
     verdict = flat(out)
     needs = r"the least that this program needs is 1\d\d GB on each GPU, which has 80\. It fits with any one of: "
@@ -124,14 +119,14 @@ def test_what_does_not_fit_is_not_for_you_with_what_to_change(capsys):
 
 
 @pytest.mark.parametrize("change", [["--offload-optimizer"], ["--lora", "all"], ["--gpu", "H200"], ["--dcs", "1x16"]])
-def test_what_to_change_is_true(capsys, change):
-    _, out, _ = run(capsys, *TOO_LARGE, "--checkpointing", *change, "--json")
+def test_what_to_change_is_true(change):
+    _, out, _ = answered(*TOO_LARGE, "--checkpointing", *change, "--json")
     assert json.loads(out)["plan"]["lacking_bytes"] == 0
 
 
-def test_json_has_the_same_verdict_where_nothing_fits(capsys):
-    _, out, _ = run(capsys, *TOO_LARGE)
-    code, said, _ = run(capsys, *TOO_LARGE, "--json")
+def test_json_has_the_same_verdict_where_nothing_fits():
+    _, out, _ = answered(*TOO_LARGE)
+    code, said, _ = answered(*TOO_LARGE, "--json")
     answer = json.loads(said)
     assert code == 0
     assert answer["for_you"] is False
@@ -140,10 +135,10 @@ def test_json_has_the_same_verdict_where_nothing_fits(capsys):
     assert answer["runner_up"] is answer["ds_config"] is answer["launch"] is None
 
 
-def test_what_others_fit_is_said_where_nothing_of_ours_does(capsys):
+def test_what_others_fit_is_said_where_nothing_of_ours_does():
     """Mixtral over 4 x 8: ZeRO-3 divides its experts by 32, expert parallelism by 8."""
     arguments = ("plan", "--model", "Mixtral-8x7B", "--dcs", "4x8", "--wan", "10gbps", "--checkpointing")
-    _, out, _ = run(capsys, *arguments, "--memory", "45")
+    _, out, _ = answered(*arguments, "--memory", "45")
     verdict = flat(out)
     assert verdict.startswith("Not for you, because it does not fit: ")
     assert "It fits with any one of: --zero-stage 2: " in verdict
@@ -156,35 +151,35 @@ def fastest_now_over_all(answer):
     return min(rows, key=lambda row: row["step_s"])
 
 
-def test_zero_plus_plus_is_what_one_has_unless_only_exact_ways_are_asked_for(capsys):
+def test_zero_plus_plus_is_what_one_has_unless_only_exact_ways_are_asked_for():
     """With one micro-step, its parameters cross once, in 8 bits, and beat gradients that cross in 16."""
     name = "ZeRO++ (lossy) in each dc"
-    now = fastest_now_over_all(json.loads(run(capsys, *QWEN, "--json")[1]))
+    now = fastest_now_over_all(json.loads(answered(*QWEN, "--json")[1]))
     assert (now["name"], now["training"]) == (name, "lossy")
-    answer = json.loads(run(capsys, *EXACT, "--json")[1])
+    answer = json.loads(answered(*EXACT, "--json")[1])
     assert fastest_now_over_all(answer)["name"] == "FSDP HYBRID_SHARD in each dc"
     notes = {way["name"]: way["note"] for way in answer["alternatives"]}
     assert "lossy, and only exact ways are asked for" in notes[name]
 
 
-def test_an_optimizer_on_the_host_counts_there(capsys):
+def test_an_optimizer_on_the_host_counts_there():
     arguments = [*EXACT, "--offload-optimizer"]
-    here, there = (json.loads(run(capsys, *one, "--json")[1]) for one in (EXACT, arguments))
+    here, there = (json.loads(answered(*one, "--json")[1]) for one in (EXACT, arguments))
     assert "host_bytes" not in here["plan"]
     # Qwen3-30B-A3B on 16 GPUs, without the room for new parameters and the gradients, which are the host's alone.
     moved = here["plan"]["memory_bytes"] - there["plan"]["memory_bytes"]
     assert there["plan"]["host_bytes"] == pytest.approx(moved * 18 / 12)
     assert moved == pytest.approx(30.5e9 * 12 / 16, rel=2e-3)
     assert not any("sites" in way["name"] for way in there["alternatives"])
-    _, out, _ = run(capsys, *arguments)
+    _, out, _ = answered(*arguments)
     assert "the optimizer on the host" in out
     assert "on the host 34.3" in out
-    code, _, err = run(capsys, *arguments, "--zero-stage", "0")
+    code, _, err = answered(*arguments, "--zero-stage", "0")
     assert code != 0
     assert "DeepSpeed offloads under ZeRO 1 and 2, but --zero-stage is 0" in err
 
 
-def test_few_experts_on_many_ranks_are_explained(capsys):
+def test_few_experts_on_many_ranks_are_explained():
     """Mixtral on 2 x 8: expert parallelism over all 16 ranks is impossible."""
     arguments = [
         "plan",
@@ -201,19 +196,19 @@ def test_few_experts_on_many_ranks_are_explained(capsys):
     ]
     # One datacentre alone cannot hold it, so one job over both is for you.
     few = ("--tokens", "4096", "--codecs", "exact", "--wan", "25gbps", "--checkpointing", "--memory", "90")
-    _, out, _ = run(capsys, *arguments, *few)
+    _, out, _ = answered(*arguments, *few)
     assert "8 experts cannot be spread over 16 ranks" in out
     assert "8 ranks at equal distances over every dc; use_data_before_expert_parallelism makes it so" in out
     assert '"use_data_before_expert_parallelism": true' in out
     fitting = ("--tokens", "8192", "--accumulation", "4", "--checkpointing", "--memory", "80")
-    _, out, _ = run(capsys, *arguments, *fitting)
+    _, out, _ = answered(*arguments, *fitting)
     said = "The 8 GPUs that share the experts are inside one dc: no token and no replica crosses the slow link"
     assert said in flat(out)
 
 
-def test_not_for_those_whose_gradients_are_few_and_whose_parameters_pass_a_fast_link(capsys):
+def test_not_for_those_whose_gradients_are_few_and_whose_parameters_pass_a_fast_link():
     adapters = ("--lora", "attention", "--tokens", "8192", "--checkpointing", "--accumulation", "4")
-    code, out, _ = run(capsys, *QWEN, *adapters, "--wan", "1gbps", "--lan", "3600gbps", "--memory", "80")
+    code, out, _ = answered(*QWEN, *adapters, "--wan", "1gbps", "--lan", "3600gbps", "--memory", "80")
     assert code == 0
     assert out.startswith("Not for you, because what you can have without this program is as fast: ")
     assert "with FSDP HYBRID_SHARD in each dc" in flat(out)
@@ -221,7 +216,7 @@ def test_not_for_those_whose_gradients_are_few_and_whose_parameters_pass_a_fast_
     assert "ds_config.json" not in out
 
 
-def test_a_cluster_file_and_a_model_file(capsys, tmp_path):
+def test_a_cluster_file_and_a_model_file(tmp_path):
     cluster, model = tmp_path / "cluster.yaml", tmp_path / "toy.json"
     cluster.write_text(
         "levels:\n- {name: dc, size: 2, bandwidth_gbps: 1}\n- {name: node, size: 2}\n- {name: gpu, size: 2}\n"
@@ -229,7 +224,7 @@ def test_a_cluster_file_and_a_model_file(capsys, tmp_path):
     content = {"layers": 2, "hidden": 64, "ffn": 256, "experts": 8, "top_k": 2}
     model.write_text(json.dumps(content))
     arguments = ("--model", str(model), "--cluster", str(cluster), "--tokens", "77", "--dtype", "fp32")
-    code, out, _ = run(capsys, "plan", *arguments)
+    code, out, _ = answered("plan", *arguments)
     assert code == 0
     assert "toy: " in out
     assert (
@@ -239,23 +234,23 @@ def test_a_cluster_file_and_a_model_file(capsys, tmp_path):
     assert "77 tokens per GPU and micro-step, sequences of 77, 1 micro-step, 4 B per parameter" in out
 
 
-def test_recommended_codecs_are_tried_and_pasted(capsys):
-    _, out, _ = run(capsys, *QWEN)
+def test_recommended_codecs_are_tried_and_pasted():
+    _, out, _ = answered(*QWEN)
     assert "->  ours, encoded: [2,4] ep 16" in out
     assert "what crosses dc is encoded" in flat(out)
     assert '"codecs": "recommended"' in out
-    settings = json.loads(run(capsys, *QWEN, "--json")[1])["ds_config"]
+    settings = json.loads(answered(*QWEN, "--json")[1])["ds_config"]
     config = parse_config(settings["hybridep"], world_size=16)
     assert [level.codecs for level in config.levels] == ["recommended", None]
-    _, out, _ = run(capsys, *QWEN, "--codecs", "exact")
+    _, out, _ = answered(*QWEN, "--codecs", "exact")
     assert "recommended" not in out
     assert "ours, encoded" not in out
 
 
-def test_a_lower_learning_rate_makes_patches_smaller(capsys):
+def test_a_lower_learning_rate_makes_patches_smaller():
     sent = []
     for rate in ("1e-4", "1e-6"):
-        _, out, _ = run(capsys, *QWEN, "--learning-rate", rate, "--json")
+        _, out, _ = answered(*QWEN, "--learning-rate", rate, "--json")
         plan = json.loads(out)["plan"]
         assert plan["weight_codecs"][0] == "patch"
         sent.append(plan["uplink_bytes"][0]["expert_weights"])
@@ -268,8 +263,8 @@ SKEWED = [
 ]
 
 
-def test_a_skew_says_what_hot_experts_bring(capsys):
-    code, out, _ = run(capsys, *SKEWED, "--hot-memory-gb", "6")
+def test_a_skew_says_what_hot_experts_bring():
+    code, out, _ = answered(*SKEWED, "--hot-memory-gb", "6")
     assert code == 0
     assert "skew 3" in out
     header = next(line for line in out.splitlines() if "s/step" in line)
@@ -284,20 +279,20 @@ def test_a_skew_says_what_hot_experts_bring(capsys):
     assert "% of the rows" in flat(out)
 
 
-def test_json_has_hot_experts_and_what_they_bring(capsys):
-    _, out, _ = run(capsys, *SKEWED, "--json")
+def test_json_has_hot_experts_and_what_they_bring():
+    _, out, _ = answered(*SKEWED, "--json")
     answer = json.loads(out)
     plan = answer["plan"]
     assert plan["hot_experts"][0] == 0 < plan["hot_experts"][1]
     assert plan["load_before"] > plan["load_after"] >= 1.0
     config = parse_config(answer["ds_config"]["hybridep"], world_size=16)
     assert config.levels[1].hot_experts == plan["hot_experts"][1]
-    _, out, _ = run(capsys, *QWEN, "--json")
+    _, out, _ = answered(*QWEN, "--json")
     assert "hot_experts" not in out
 
 
-def test_a_skew_is_that_of_the_largest_group_in_all_plans(capsys):
-    _, out, _ = run(capsys, *SKEWED, "--json")
+def test_a_skew_is_that_of_the_largest_group_in_all_plans():
+    _, out, _ = answered(*SKEWED, "--json")
     answer = json.loads(out)
     plain = [one for one in answer["others"] if one["domain_sizes"] == [1, 1] and not any(one["hot_experts"])]
     by_group = {one["ep_size"]: one["load_before"] for one in plain}
@@ -305,13 +300,13 @@ def test_a_skew_is_that_of_the_largest_group_in_all_plans(capsys):
     assert 1.0 < by_group[8] < 3.0
 
 
-def test_little_skew_needs_no_hot_experts(capsys):
-    _, out, _ = run(capsys, *QWEN, "--tokens", "512", "--skew", "1.01")
+def test_little_skew_needs_no_hot_experts():
+    _, out, _ = answered(*QWEN, "--tokens", "512", "--skew", "1.01")
     assert "Hot experts: none. The fullest rank computes 1.0" in out
 
 
-def test_sums_by_deepspeed_are_in_the_block_and_not_encoded(capsys):
-    _, out, _ = run(capsys, *QWEN, "--dense-sync", "deepspeed", "--json")
+def test_sums_by_deepspeed_are_in_the_block_and_not_encoded():
+    _, out, _ = answered(*QWEN, "--dense-sync", "deepspeed", "--json")
     answer = json.loads(out)
     config = parse_config(answer["ds_config"]["hybridep"], world_size=16)
     assert config.dense_sync == "deepspeed"
@@ -359,8 +354,8 @@ def test_sums_by_deepspeed_are_in_the_block_and_not_encoded(capsys):
         ([*QWEN[1:], "--learning-rate", "0"], "learning_rate is 0.0, but must be a finite number > 0"),
     ],
 )
-def test_wrong_arguments_are_named(capsys, arguments, message):
-    code, _, err = run(capsys, "plan", *arguments)
+def test_wrong_arguments_are_named(arguments, message):
+    code, _, err = answered("plan", *arguments)
     assert code == 2
     assert message in err
 
@@ -384,22 +379,22 @@ def test_what_argparse_refuses_is_one_line(capsys, arguments, message):
     assert message in line
 
 
-def test_a_ready_model_has_its_name_on_the_hub_too_and_a_dense_one_is_called_so(capsys, tmp_path, monkeypatch):
-    short, long = (flat(run(capsys, *QWEN, "--model", name)[1]) for name in ("Qwen3-30B-A3B", "Qwen/qwen3-30b-a3b"))
+def test_a_ready_model_has_its_name_on_the_hub_too_and_a_dense_one_is_called_so(tmp_path, monkeypatch):
+    short, long = (flat(answered(*QWEN, "--model", name)[1]) for name in ("Qwen3-30B-A3B", "Qwen/qwen3-30b-a3b"))
     assert short == long
     dense = tmp_path / "llama.json"
     dense.write_text(json.dumps({"model_type": "llama", "hidden_size": 64, "num_hidden_layers": 2}))
-    code, _, err = run(capsys, *QWEN, "--model", str(dense))
+    code, _, err = answered(*QWEN, "--model", str(dense))
     assert code == 2
     assert "so it seems dense; this program is for Mixture-of-Experts models" in err
 
 
-def test_adapters_bring_lines_for_the_script_and_their_own_rate(capsys):
+def test_adapters_bring_lines_for_the_script_and_their_own_rate():
     arguments = ("--lora", "all", "--lora-rank", "8", "--wan", "1gbps")
-    _, out, _ = run(capsys, *QWEN, *arguments)
+    _, out, _ = answered(*QWEN, *arguments)
     assert "trained: adapters of rank 8 beside attention, experts and dense layers" in flat(out)
     assert "learning rate 0.0001 (default)" in flat(out)
-    answer = json.loads(run(capsys, *QWEN, *arguments, "--json")[1])
+    answer = json.loads(answered(*QWEN, *arguments, "--json")[1])
     assert answer["ds_config"]["optimizer"]["params"]["lr"] == 1e-4
     assert answer["adapters"] == {
         "r": 8,
@@ -409,11 +404,11 @@ def test_adapters_bring_lines_for_the_script_and_their_own_rate(capsys):
     text = out.split("In train.py, before deepspeed.initialize or the Trainer:\n")[1].split("\nStart it:")[0]
     assert text.startswith("  import peft\n\n  adapters = peft.LoraConfig(\n      r=8,\n      target_modules=[")
     compile("\n".join(line[2:] for line in text.splitlines()), "train.py", "exec")
-    _, out, _ = run(capsys, *QWEN)
+    _, out, _ = answered(*QWEN)
     assert "peft" not in out
 
 
-def test_more_tokens_in_a_step_that_turn_the_answer_are_named_and_it_is_true(capsys):
+def test_more_tokens_in_a_step_that_turn_the_answer_are_named_and_it_is_true():
     few = (
         "--lora",
         "attention",
@@ -427,13 +422,13 @@ def test_more_tokens_in_a_step_that_turn_the_answer_are_named_and_it_is_true(cap
         "--lan",
         "3600gbps",
     )
-    _, out, _ = run(capsys, *QWEN, *few)
+    _, out, _ = answered(*QWEN, *few)
     assert out.startswith("For you: ")
     turned = re.search(r"With --accumulation (\d) \([\d.]+ (M|k) tokens in a step\) it is not for you: ", flat(out))
     assert turned
     before, after = int(turned[1]) // 2, turned[1]
-    assert run(capsys, *QWEN, *few, "--accumulation", after)[1].startswith("Not for you, ")
-    assert run(capsys, *QWEN, *few, "--accumulation", str(before))[1].startswith("For you: ")
+    assert answered(*QWEN, *few, "--accumulation", after)[1].startswith("Not for you, ")
+    assert answered(*QWEN, *few, "--accumulation", str(before))[1].startswith("For you: ")
 
 
 @pytest.mark.parametrize(
@@ -446,8 +441,8 @@ def test_more_tokens_in_a_step_that_turn_the_answer_are_named_and_it_is_true(cap
         [*EXACT, "--sweep", "wan"],
     ],
 )
-def test_no_line_is_wider_than_a_terminal(capsys, arguments):
-    _, out, _ = run(capsys, *arguments)
+def test_no_line_is_wider_than_a_terminal(arguments):
+    _, out, _ = answered(*arguments)
     assert max(map(len, out.splitlines())) <= 120
 
 
@@ -492,5 +487,5 @@ def test_the_examples_of_the_help_are_answered(capsys, tmp_path, monkeypatch):
     with pytest.raises(SystemExit):
         main(["plan", "--help"])
     examples = capsys.readouterr().out.split("examples:\n")[1].replace("\\\n", " ").splitlines()
-    answers = [run(capsys, *shlex.split(line)[1:]) for line in examples if line.strip()]
+    answers = [answered(*shlex.split(line)[1:]) for line in examples if line.strip()]
     assert [(code, out.split()[0]) for code, out, _ in answers] == [(0, "For"), (0, "Not")]

@@ -117,7 +117,7 @@ def test_records_and_their_rows_equal_the_reference(compiled, arguments):
             assert_identical(rows, reference.dequantise_rows(records, hidden, row_format, dtype))
 
 
-@pytest.mark.parametrize("hidden", [7, 512, 1104])
+@pytest.mark.parametrize("hidden", [7, pytest.param(512, marks=pytest.mark.slow), 1104])
 def test_records_of_many_rows_equal_the_reference(compiled, hidden):
     plan = reference.plan_routes(*large_routes(num_tokens=300))
     places = plan.first_slot_to_row, plan.num_rows
@@ -176,7 +176,7 @@ def test_combine_backward_equals_the_reference(compiled, arguments):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("hidden", [1, 511, 512, 513, 1104])
+@pytest.mark.parametrize("hidden", [1, *(pytest.param(n, marks=pytest.mark.slow) for n in (511, 512)), 513, 1104])
 def test_routed_tokens_there_and_back(compiled, dtype, hidden):
     """All operations in the order of a layer, with more columns than are summed at a time."""
     topk_idx, expert_to_destination, num_destinations = large_routes(num_tokens=700)

@@ -133,15 +133,16 @@ def skewed(skew, sizes=(1, 8), memory_bytes=1e11, **settings):
 
 def test_hot_experts_are_tried_where_they_can_be():
     question = skewed(2.6, (2, 8), codecs=(LevelCodecs(), LevelCodecs(LOW_RANK, LOW_RANK)))
-    found = {one.plan.hot_by_level: one.plan for one in price_all(question)}
+    priced = list(price_all(question))
+    found = {one.plan.hot_by_level: one.plan for one in priced}
     assert {max(by_level) for by_level in found} == {0, 1, 2, 4, 8, 16, 32, 64, 128}
-    for one in price_all(question):
+    for one in priced:
         for size, span, count, codecs in zip(
             one.plan.domain_sizes, one.plan.spans, one.plan.hot_by_level, one.plan.codecs, strict=True
         ):
             assert not count or (size == 1 and span > 1 and codecs.weight == codecs.gradient == IDENTITY)
             assert count <= 128
-    labels = [one.label for one in price_all(question)]
+    labels = [one.label for one in priced]
     assert len(set(labels)) == len(labels)
     assert not any(one.plan.num_hot for one in price_all(skewed(1.0)))
 
@@ -329,7 +330,7 @@ def test_a_pipeline_of_more_stages_than_layers_does_not_exist():
     assert not any(way.name.startswith("pipeline") for way in make_plan(question).alternatives)
 
 
-@settings(max_examples=25)
+@settings(max_examples=10)
 @given(st.floats(0.1, 1000), st.floats(0.01, 1.0), st.integers(100, 100_000))
 def test_a_slower_link_never_makes_the_best_plan_faster(gbps, factor, tokens):
     fast, slow = (question_of("Qwen3-30B-A3B", gbps=(rate, 800), tokens=tokens) for rate in (gbps, gbps * factor))

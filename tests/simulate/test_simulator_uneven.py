@@ -36,7 +36,7 @@ def steps(spans, domain_sizes, hot_level, exchange, *, skew, num_hot, flops_per_
 
 @pytest.mark.parametrize("flops_per_s", [1e9, 1e11])
 @pytest.mark.parametrize("num_hot", [0, 1, 4])
-@pytest.mark.parametrize("skew", [1.0, 1.7, 2.6])
+@pytest.mark.parametrize("skew", [1.0, pytest.param(1.7, marks=pytest.mark.slow), 2.6])
 @pytest.mark.parametrize(("spans", "domain_sizes", "hot_level", "exchange"), PLANS)
 def test_uneven_steps_are_those_of_the_stream_model(
     spans, domain_sizes, hot_level, exchange, skew, num_hot, flops_per_s
