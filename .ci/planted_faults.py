@@ -42,9 +42,9 @@ PLAIN_VERSION = "tests/sync/test_plain_version.py::test_four_ranks_train_what_th
 FAULTS = (
     Fault(
         "sign of an expert's gradient",
-        "experts/replicas.py",
-        "for part in self.layout.by_module(self.sum_parts(slot)):\n                part.add_(next(iterator))",
-        "for part in self.layout.by_module(self.sum_parts(slot)):\n                part.sub_(next(iterator))",
+        "experts/gradient_return.py",
+        "total.add_(next(iterator))",
+        "total.sub_(next(iterator))",
         PLAIN_VERSION,
     ),
     Fault(
@@ -70,7 +70,7 @@ FAULTS = (
     ),
     Fault(
         "an expert's gradient is 1% too large",
-        "experts/migration.py",
+        "experts/gradient_return.py",
         "[other.add_(own).to(own.dtype)",
         "[other.add_(own).mul_(1.01).to(own.dtype)",
         PLAIN_VERSION,

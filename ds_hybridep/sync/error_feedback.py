@@ -297,10 +297,6 @@ class ErrorFeedback:
         )
         self._receivers: dict[tuple[int, int], GradientReceiver] = {}  # by level and sending rank
 
-    @property
-    def is_lossy(self) -> bool:
-        return any(codec is not None for codec in self.codecs)
-
     def receiver(self, level: int, rank: int) -> GradientReceiver:
         """Return what takes the messages that a rank sends over a level."""
         return self._receivers.setdefault((level, rank), GradientReceiver(self._transaction))

@@ -39,7 +39,7 @@ from ds_hybridep.transport.streams import DeviceStreams
 
 
 class FlatSlots:
-    """One flat buffer as a gather or a reduce sees it (`sync.transfers.Slots`).
+    """One flat buffer as a gather and a reduce see it (`sync.transfers.ValueSlots` and `SumSlots`).
 
     Args:
         values: by slot, contiguous and flat.

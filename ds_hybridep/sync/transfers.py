@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 
 class Slots(Protocol):
-    """What this rank holds of the data that a group of ranks shares: one slot for each owner."""
+    """What this rank knows of the data that a group of ranks shares: one slot for each owner."""
 
     name: str
     stages: tuple[Stage, ...]
@@ -40,9 +40,17 @@ class Slots(Protocol):
         """How the slots travel encoded; None if everything travels as it is."""
         ...
 
+
+class ValueSlots(Slots, Protocol):
+    """What a gather asks for."""
+
     def values(self, slot: SlotKey, *, trainable_only: bool) -> list[Tensor]:
         """Return the slot's values as they are held, one contiguous tensor for each message."""
         ...
+
+
+class SumSlots(Slots, Protocol):
+    """What a reduce asks for."""
 
     def sum_sizes(self, slot: SlotKey) -> list[tuple[int, torch.dtype]]:
         """Return the elements of each message of sums, and the type in which they go unencoded."""
@@ -136,9 +144,11 @@ class Gather(StagedTransfer):
         is_exact: True sends everything as it is, also what is not trained; replicas start again from that.
     """
 
+    slots: ValueSlots
+
     def __init__(
         self,
-        slots: Slots,
+        slots: ValueSlots,
         purpose: Purpose,
         messages: Mapping[int, Sequence[Tensor]],
         replicas: Mapping[SlotKey, HeldSlot],
@@ -220,7 +230,9 @@ class Reduce(StagedTransfer):
         stages: those of the group's stages to cross, by default all.
     """
 
-    def __init__(self, slots: Slots, purpose: Purpose, stages: Sequence[Stage] | None = None) -> None:
+    slots: SumSlots
+
+    def __init__(self, slots: SumSlots, purpose: Purpose, stages: Sequence[Stage] | None = None) -> None:
         super().__init__(slots, purpose, (slots.stages if stages is None else stages)[::-1])
         self._arrivals: list[tuple[SlotKey, int, int, list[Tensor]]] = []  # (slot, level, sender, messages)
         self._sent: list[Tensor] = []  # keeps messages alive until they have been sent
