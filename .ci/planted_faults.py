@@ -64,7 +64,7 @@ FAULTS = (
     Fault(
         "a packet is taken twice",
         "sync/error_feedback.py",
-        "orders[0].check(layout.packets(message)[0])",
+        "orders[0].check(*layout.packets(message, [0]))",
         "pass",
         "tests/sync/test_error_feedback.py::test_a_message_that_is_lost_or_comes_twice_is_an_error",
     ),
@@ -78,8 +78,8 @@ FAULTS = (
     Fault(
         "a residual is dropped",
         "sync/error_feedback.py",
-        "encode_batch(layout.codec.encode_with_residual, unscaled, residuals, *of_batch)",
-        "encode_batch(layout.codec.encode_with_residual, unscaled, [one.zero_() for one in residuals], *of_batch)",
+        "layout.encode_with_residual(message, unscaled, residuals, states)",
+        "layout.encode_with_residual(message, unscaled, {at: one.zero_() for at, one in residuals.items()}, states)",
         "tests/sync/test_error_feedback.py::test_residuals_are_what_was_not_sent",
     ),
     Fault(

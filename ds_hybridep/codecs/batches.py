@@ -36,22 +36,22 @@ def encode_batch(
     encode: Callable[..., Tensor], tensors: Sequence[Tensor], others: Sequence[Tensor], states: Sequence[CodecState],
     packets: Sequence[Tensor],
 ) -> None:  # fmt: skip
-    """Encode tensors of a batch to packets, and change `others` and states.
+    """Encode tensors of a batch to packets.  `others`, which are mirrors or residuals, and states change in place.
 
     encode: `encode_update` or `encode_with_residual` of a codec.
     """
     if len(tensors) == 1:
         encode(tensors[0], others[0], states[0], out=packets[0])
         return
-    state, other = CodecState.joined(states), torch.cat(list(others))
+    state, other = CodecState.cat(states), torch.cat(list(others))
     found = encode(torch.cat(list(tensors)), other, state)
-    state.part(states)
+    state.split_into(states)
     sizes = [len(one) for one in tensors]
     torch._foreach_copy_(list(others), list(other.split(sizes)))
     torch._foreach_copy_(list(packets), list(found.split(sizes)))
 
 
-def add_batch(codec: Codec, packets: Sequence[Tensor], sums: Sequence[Tensor], factor: float) -> None:
+def decode_add_batch(codec: Codec, packets: Sequence[Tensor], sums: Sequence[Tensor], factor: float) -> None:
     """Add what packets of a batch hold, times `factor`, to `sums` [n, rows, cols]."""
     if len(sums) == 1 and factor == 1.0:
         codec.decode_add(packets[0], sums[0])

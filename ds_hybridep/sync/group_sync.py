@@ -261,7 +261,7 @@ class GroupSync:
     def _rounded(self, parts: tuple[PacketPart, ...], total: Tensor, dtype: torch.dtype) -> Tensor:
         """Return the sum of the own slot as `dtype`; what that loses goes into later sums."""
         rounded, loss_scale = self.memory.rounded.senders[0], self.encoding.loss_scale()
-        rounded.take(parts, split(total, parts), loss_scale)
+        rounded.move_residuals(parts, split(total, parts), loss_scale)
         result = total.to(dtype)
         rounded.leave_out(parts, split(total - result, parts), loss_scale)
         return result

@@ -60,7 +60,7 @@ class HeldSum:
     def _decoded(self, message: Tensor) -> Tensor:
         total = torch.zeros(self._place.shape, device=self._place.device)
         sums = split(total, self._layout.parts)
-        self._receiver.add(self._layout, message, sums, self._scale)
+        self._receiver.decode_add(self._layout, message, sums, self._scale)
         return total
 
 

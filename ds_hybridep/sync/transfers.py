@@ -221,7 +221,7 @@ class Reduce(StagedTransfer):
     """One reduce of gradients, fastest level first.
 
     Adds what arrives to the sums of its slot: of the own one, and of those that a slower stage sends on.  Where a
-    level has a codec, `codecs.encode` keeps what a message leaves out, and `codecs.add` decodes.
+    level has a codec, `codecs.encode` keeps what a message leaves out, and `codecs.decode_add` decodes.
 
     With two levels, the gradient of a replica at (0, 0) reaches an owner at (1, 1) by way of (0, 1).  That rank
     decodes it, adds it to its own sum in fp32, and encodes the sum anew, with its own residual.
@@ -286,7 +286,7 @@ class Reduce(StagedTransfer):
 
     def _add(self, slot: SlotKey, level: int, sender: int, messages: Sequence[Tensor]) -> None:
         if (codecs := self._codecs_of(slot, level)) is not None:
-            codecs.add(slot, level, messages[0], sender=sender, sums=self.slots.sum_parts(slot))
+            codecs.decode_add(slot, level, messages[0], src=sender, sums=self.slots.sum_parts(slot))
         else:
             for total, message in zip(self.slots.sums(slot), messages, strict=True):
                 total.add_(message)

@@ -43,7 +43,7 @@ class Sender:
 
     def receive(self, message: torch.Tensor, scale: float = 1.0) -> list[torch.Tensor]:
         found = [torch.zeros(part.num_experts, *part.shape) for part in self.parts]
-        self.other.receiver(0, 0).add(MessageLayout(self.codec, self.parts), message, found, scale)
+        self.other.receiver(0, 0).decode_add(MessageLayout(self.codec, self.parts), message, found, scale)
         return found
 
     def residuals(self) -> list[torch.Tensor]:
