@@ -50,8 +50,8 @@ FAULTS = (
     Fault(
         "a rank is left out of a sum",
         "sync/transfers.py",
-        "for slot, level, sender, messages in self._arrivals:",
-        "for slot, level, sender, messages in self._arrivals[1:]:",
+        "for slot, level, src, messages in self._arrivals:",
+        "for slot, level, src, messages in self._arrivals[1:]:",
         "tests/sync/test_level_collectives.py::test_four_ranks_sum_and_gather_like_a_single_process",
     ),
     Fault(

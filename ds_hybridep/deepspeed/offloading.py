@@ -36,7 +36,7 @@ def _offload(
         if layer.shipment is not None:
             layer.finish_shipment()
         if replicas.streams is not None:
-            replicas.streams.join()
+            replicas.streams.wait_for_side()
         if Kind.lp_params in away:
             replicas.away.put("weights", replicas.kept_weights, **options)
         if Kind.lp_grads in away:

@@ -28,7 +28,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from ds_hybridep.errors import NO_SECOND_DERIVATIVES, GradientNotReturnedError, UnsupportedError
-from ds_hybridep.experts.partitioned import take_away
+from ds_hybridep.experts.partitioned import drop_full_shapes
 from ds_hybridep.experts.replicas import Replicas, outliving_inference
 from ds_hybridep.experts.slots import SlotLayout
 from ds_hybridep.sync.error_feedback import SlotCodecs
@@ -280,7 +280,7 @@ def _make_finish_node(layer: GradientReturn) -> tuple[ReturnHandle, tuple[Tensor
     # If only some ranks have frozen their experts, all must run the backward.
     aliases = _FinishReturn.apply(layer, handle, handle.always, *own.parameters())
     if away:
-        take_away(away)
+        drop_full_shapes(away)
     return handle, aliases
 
 
@@ -329,7 +329,7 @@ class _FinishReturn(Function):
         layer: GradientReturn = ctx.layer
         # Autograd accumulates these gradients before it does anything else, and then needs the parameters' shapes.
         if away := layer.replicas.own.give_full_shapes():
-            torch.autograd.Variable._execution_engine.queue_callback(partial(take_away, away))
+            torch.autograd.Variable._execution_engine.queue_callback(partial(drop_full_shapes, away))
         if ctx.handle.reduce is None:  # not the accumulation boundary: the owner's own part only
             return None, None, None, *gradients
         with profiler_range("finish_return", layer.replicas.name):

@@ -88,7 +88,7 @@ class LayerExperts:
         """Go from any state to RELEASED.  Frees memory that an earlier graph, which a layer may keep, would hold."""
         self.shipment = None
         if self.replicas.streams is not None:
-            self.replicas.streams.join()  # the side stream must not be using what is freed
+            self.replicas.streams.wait_for_side()  # the side stream must not be using what is freed
         self.gradients.release()
         self.replicas.release()
         self.weights = Weights.RELEASED
