@@ -4,6 +4,9 @@
 A message holds one packet for each part of a slot, and e packets for a part of e tensors, for example e experts:
 
     [part 0, expert 0 | part 0, expert 1 | ... | padding | part 1, expert 0 | ...]
+
+Parts of one shape are encoded and decoded together, in a *batch*: many small matrices cost about as much as one.
+Packets, values and states are those of one part after the other, up to the rounding of an encoder.
 """
 
 import math
@@ -16,11 +19,11 @@ import torch
 from torch import Tensor
 
 from ds_hybridep.codecs import Codec, CodecState
-from ds_hybridep.codecs.batches import batches, decode_add_batch, encode_batch
 from ds_hybridep.geometry.packets import ALIGNMENT_BYTES
 from ds_hybridep.geometry.slots import Span, shapes_of
 
 BLOCK_ELEMENTS = 2**20  # converted at a time, because a copy of all may be too large
+MOST_ELEMENTS = 2**21  # of a batch: larger ones need memory, and are no faster
 
 # A patch can say how values of these types change.  Sums of such values are added up in fp32.
 NARROW = (torch.bfloat16, torch.float16)
@@ -67,8 +70,8 @@ class PacketPart:
 class MessageLayout:
     """The packets of one slot, for one codec: where they lie in a message, and how they are encoded and decoded.
 
-    Parts of one shape are encoded or decoded together, as a *batch*, a list of their places in `parts`.  Whoever keeps
-    something of each part brings it batch by batch, so that no more than one batch of it is fp32 on the device.
+    A batch is a list of places in `parts`.  Whoever keeps something of each part brings it batch by batch, so that no
+    more than one batch of it is fp32 on the device.
     """
 
     codec: Codec
@@ -172,6 +175,63 @@ class MessageLayout:
             places.append((part.num_experts, num_bytes, start))
             start += math.ceil(part.num_experts * num_bytes / ALIGNMENT_BYTES) * ALIGNMENT_BYTES
         return start, places
+
+
+# -- batches ------------------------------------------------------------------------------------------------------
+
+
+def batches(tensors: Sequence[tuple[int, int, int]], steps: Sequence[int] | None = None) -> list[list[int]]:
+    """Return the places of tensors [n, rows, cols] that go together, in the order of the first of each.
+
+    steps: that the encoder of each has made, which must be equal.
+    """
+    found: list[list[int]] = []
+    open_batches: dict[tuple[int, int, int], tuple[list[int], int]] = {}
+    for place, (n, rows, cols) in enumerate(tensors):
+        key = rows, cols, 0 if steps is None else steps[place]
+        batch, held = open_batches.get(key, ([], MOST_ELEMENTS))
+        if held + n * rows * cols > MOST_ELEMENTS:
+            batch, held = [], 0
+            found.append(batch)
+        batch.append(place)
+        open_batches[key] = batch, held + n * rows * cols
+    return found
+
+
+def encode_batch(
+    encode: Callable[..., Tensor], tensors: Sequence[Tensor], others: Sequence[Tensor], states: Sequence[CodecState],
+    packets: Sequence[Tensor],
+) -> None:  # fmt: skip
+    """Encode tensors of a batch to packets.  `others`, which are mirrors or residuals, and states change in place.
+
+    encode: `encode_update` or `encode_with_residual` of a codec.
+    """
+    if len(tensors) == 1:
+        encode(tensors[0], others[0], states[0], out=packets[0])
+        return
+    state, other = CodecState.cat(states), torch.cat(list(others))
+    found = encode(torch.cat(list(tensors)), other, state)
+    state.split_into(states)
+    sizes = [len(one) for one in tensors]
+    torch._foreach_copy_(list(others), list(other.split(sizes)))
+    torch._foreach_copy_(list(packets), list(found.split(sizes)))
+
+
+def decode_add_batch(codec: Codec, packets: Sequence[Tensor], sums: Sequence[Tensor], factor: float) -> None:
+    """Add what packets of a batch hold, times `factor`, to `sums` [n, rows, cols]."""
+    if len(sums) == 1 and factor == 1.0:
+        codec.decode_add(packets[0], sums[0])
+        return
+    sizes, joined = [len(one) for one in sums], torch.cat(list(packets))
+    if factor == 1.0:
+        total = codec.decode_add(joined, torch.cat(list(sums)))
+        torch._foreach_copy_(list(sums), list(total.split(sizes)))
+        return
+    found = codec.decode(joined, sums[0].new_empty(sum(sizes), *sums[0].shape[1:]))
+    torch._foreach_add_(list(sums), list(found.split(sizes)), alpha=factor)
+
+
+# -- parts and tensors --------------------------------------------------------------------------------------------
 
 
 def packet_parts(spans: Iterable[Span], dtype: torch.dtype = torch.float32) -> tuple[PacketPart, ...]:

@@ -7,10 +7,16 @@ from codec_cases import BALANCED, assert_same_bits, make_codec, normal
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ds_hybridep.codecs.batches import MOST_ELEMENTS, batches, decode_add_batch, encode_batch
 from ds_hybridep.geometry.slots import whole
 from ds_hybridep.sync.home import Home
-from ds_hybridep.sync.messages import MessageLayout, packet_parts
+from ds_hybridep.sync.messages import (
+    MOST_ELEMENTS,
+    MessageLayout,
+    batches,
+    decode_add_batch,
+    encode_batch,
+    packet_parts,
+)
 from ds_hybridep.sync.mirrors import Mirror, Replica
 
 CPU = torch.device("cpu")
