@@ -154,16 +154,17 @@ class ReturnHandle:
     """Shared by the two autograd nodes of a layer call: the return that _StartReturn starts, and its result."""
 
     reduce: Reduce | None = None  # None: not the accumulation boundary, _FinishReturn gives the owner's part only
-    collected: list[Tensor] | None = None
+    returned: list[Tensor] | None = None
     # A leaf of the graph that is trained on all ranks, and that no script can ask for.
     always: Tensor = field(default_factory=partial(torch.empty, 0, requires_grad=True))
 
 
 class GradientReturn:
-    """What this rank has of the gradients of one layer's experts, other than in autograd.
+    """What this rank has of the gradients of one layer's experts, and how far they are on their way.
 
-    EMPTY --add--> ACCUMULATING --start--> RETURNING --finish--> EMPTY
-    any --drop--> EMPTY
+    EMPTY --add--> ACCUMULATING --add, in later micro-steps--> ACCUMULATING --start--> RETURNING --finish--> EMPTY
+    ACCUMULATING or RETURNING --drop--> EMPTY
+    RETURNING --finish_unused--> EMPTY
 
     Args:
         pipeline: keeps returns of all layers in order.
@@ -190,20 +191,20 @@ class GradientReturn:
     def start(self, handle: ReturnHandle) -> None:
         """Go from ACCUMULATING to RETURNING.  Does not block."""
         purpose = Purpose("expert_gradients", "return of expert gradients", self.replicas.name)
-        handle.reduce, handle.collected = Reduce(self.sums, purpose), None
+        handle.reduce, handle.returned = Reduce(self.sums, purpose), None
         self.pipeline.start(handle.reduce)
         self.returning, self.state = handle, ReturnState.RETURNING
 
     @outliving_inference()
     def finish(self, handle: ReturnHandle) -> list[Tensor]:
         """Go from RETURNING to EMPTY.  Returns what came back for the owned experts, fp32."""
-        if handle.collected is None:
+        if handle.returned is None:
             assert handle.reduce is not None, f"{self.replicas.name}: no return was started"
             with self.replicas.counting_wait():
                 self.pipeline.wait(handle.reduce)
-            handle.collected = self.sums.pop_returned()
+            handle.returned = self.sums.pop_returned()
             self.returning, self.state = None, ReturnState.EMPTY
-        return handle.collected
+        return handle.returned
 
     def drop(self) -> None:
         """Go from any state to EMPTY: no optimizer step will use the gradients.
@@ -219,7 +220,7 @@ class GradientReturn:
         """Go from RETURNING to EMPTY: wait, and forget what came back.  CommunicationError if it does not come."""
         if (handle := self.returning) is not None:
             self.finish(handle)
-            handle.reduce = handle.collected = None  # the graph of a backward that failed may live on
+            handle.reduce = handle.returned = None  # the graph of a backward that failed may live on
 
     def release(self) -> None:
         """Go from any state to EMPTY without a wait.  The side stream must not be using the sums."""
@@ -259,28 +260,26 @@ def weights_in_graph(
         depth: layers between the start of a return and the wait for it.
         progress: starts in the background what can start of all layers' transfers; the backward calls it.
     """
-    layer = layers[position]
+    layer, made = layers[position], None
     # A recomputation makes its own _FinishReturn, right before it is used.  A re-entrant one runs the backward of the
     # graph that it builds; a non-re-entrant one discards its graph.  Neither may touch nodes of the first forward.
-    if is_in_backward():
-        made = None
-    else:
+    if not is_in_backward():
         for later in layers[position + 1 : position + 1 + depth]:
             if later.finish_node is None and later.replicas.trainable_names:
                 later.finish_node = _make_finish_node(later)
         made, layer.finish_node = layer.finish_node, None
-    handle, aliases = _make_finish_node(layer) if made is None else made
+    handle, aliases = made or _make_finish_node(layer)
     weights: tuple[Tensor, ...] = _StartReturn.apply(layer, handle, progress, *aliases)
     return weights
 
 
 def _make_finish_node(layer: GradientReturn) -> tuple[ReturnHandle, tuple[Tensor, ...]]:
     handle, own = ReturnHandle(), layer.replicas.own
-    away = own.give_full_shapes()
+    partitioned = own.give_full_shapes()
     # If only some ranks have frozen their experts, all must run the backward.
     aliases = _FinishReturn.apply(layer, handle, handle.always, *own.parameters())
-    if away:
-        drop_full_shapes(away)
+    if partitioned:
+        drop_full_shapes(partitioned)
     return handle, aliases
 
 
@@ -328,12 +327,12 @@ class _FinishReturn(Function):
             raise UnsupportedError(NO_SECOND_DERIVATIVES)
         layer: GradientReturn = ctx.layer
         # Autograd accumulates these gradients before it does anything else, and then needs the parameters' shapes.
-        if away := layer.replicas.own.give_full_shapes():
-            torch.autograd.Variable._execution_engine.queue_callback(partial(drop_full_shapes, away))
+        if partitioned := layer.replicas.own.give_full_shapes():
+            torch.autograd.Variable._execution_engine.queue_callback(partial(drop_full_shapes, partitioned))
         if ctx.handle.reduce is None:  # not the accumulation boundary: the owner's own part only
             return None, None, None, *gradients
         with profiler_range("finish_return", layer.replicas.name):
             returned = layer.finish(ctx.handle)
-            ctx.handle.reduce = ctx.handle.collected = None  # the graph may live on
+            ctx.handle.reduce = ctx.handle.returned = None  # the graph may live on
             summed = [other.add_(own).to(own.dtype) for own, other in zip(gradients, returned, strict=True)]
             return None, None, None, *summed

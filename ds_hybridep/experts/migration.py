@@ -136,6 +136,8 @@ class MigrationManager:
         layer.gradients.finish_node = None
         return replicas.by_slot(replicas.with_own(own))
 
+    # -- in the forward and the backward -------------------------------------------------------------------------
+
     @outliving_inference()
     def progress(self) -> None:
         """Start what can start in the background.  Never blocks."""

@@ -68,7 +68,7 @@ def test_a_layer_that_runs_twice_in_a_backward_finishes_its_first_return_before_
     gradients.add([])
     gradients.start(first)
     gradients.add([])
-    assert (first.collected, gradients.state) == (["what came back"], ReturnState.ACCUMULATING)
+    assert (first.returned, gradients.state) == (["what came back"], ReturnState.ACCUMULATING)
     gradients.start(second)
     assert gradients.returning is second
 
@@ -81,7 +81,7 @@ def test_gradients_that_are_dropped_on_their_way_are_taken_in_first(gradients: G
     gradients.drop()
     gradients.pipeline.wait.assert_called_once_with(under_way)
     assert (gradients.state, gradients.returning) == (ReturnState.EMPTY, None)
-    assert (handle.reduce, handle.collected) == (None, None)  # nothing is kept for a graph that may live on
+    assert (handle.reduce, handle.returned) == (None, None)  # nothing is kept for a graph that may live on
 
 
 def test_gradients_that_are_dropped_before_they_leave_need_no_wait(gradients: GradientReturn) -> None:
