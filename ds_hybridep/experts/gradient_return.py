@@ -64,9 +64,10 @@ class GradientSums:
         gradients: ordered by `replica_slots` and slots of hot experts, then `experts`, then `trainable_names`.
         """
         iterator = iter(gradients)
-        slots: tuple[SlotKey, ...] = (*self._replicas.replica_slots, *self._replicas.hot_slots)
-        for slot in slots:
-            for total in self._by_module(slot):
+        replicas = self._replicas
+        groups: list[Sequence[SlotKey]] = [*([slot] for slot in replicas.replica_slots), replicas.hot_slots]
+        for slots in groups:  # whose sums are made together
+            for total in [one for slot in slots for one in self._by_module(slot)]:
                 total.add_(next(iterator))
 
     def pop_returned(self) -> list[Tensor]:
