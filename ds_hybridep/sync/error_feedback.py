@@ -101,7 +101,7 @@ class GradientSender:
             residual += torch.where(more.isfinite(), more, 0.0).view(residual.shape) / scale
             _keep(self._stored(part, residual))
 
-    def prepare(self, part: PacketPart) -> None:
+    def make_residuals(self, part: PacketPart) -> None:
         """Allocate now what is kept of a part; otherwise its first message does."""
         for span in part.spans:
             self._sent_span(part, span)
@@ -402,7 +402,7 @@ class SlotCodecs:
     def make_residuals(self, slot: SlotKey, level: int) -> None:
         """Make now what is kept of a slot's gradients over a level; otherwise their first message does."""
         for part in self.parts[slot] if self.encodes(slot, level) else ():
-            self.feedback.senders[level].prepare(part)
+            self.feedback.senders[level].make_residuals(part)
 
     def encode(self, slot: SlotKey, level: int, sums: Sequence[Tensor]) -> Tensor:
         """Return the message of a slot's sums (fp32 [e, *shape] for each part), and keep what it leaves out."""
