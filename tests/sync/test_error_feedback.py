@@ -178,7 +178,7 @@ def test_residuals_in_host_memory_are_there_before_they_are_handed_over(monkeypa
     part, codec = part_of(), make_codec("int4", kernels="reference")
     feedback = ErrorFeedback("moe", [codec], Home(CPU, True), Transaction(), rank=0)
     codecs = SlotCodecs({0: (part_of(slot=0),), 1: (part,)}, feedback)
-    feedback.senders[0].prepare(part)
+    feedback.senders[0].make_residuals(part)
     late = normal(6)
     monkeypatch.setattr(Home, "wait", lambda _: feedback.residuals[0].copy_(late))
     sent: list[torch.Tensor] = []
