@@ -70,8 +70,8 @@ def rooms() -> str:
 
 
 HOLDER = [  # what happens, and where: files and their classes
-    ("autograd has the gradient of a replica", "experts/migration.py: _StartReturn, LayerExperts"),
-    ("added to the sums of its slot, fp32", "experts/replicas.py: Replicas"),
+    ("autograd has the gradient of a replica", "experts/gradient_return.py: _StartReturn"),
+    ("added to the sums of its slot, fp32", "experts/gradient_return.py: GradientSums"),
     ("at the boundary, level by level, the fastest first", "sync/transfers.py: Reduce, StagePipeline"),
     ("a slot's sums become a message for a level", "sync/error_feedback.py: SlotCodecs"),
     ("+ residual, encoded; what is left is the next residual", "sync/error_feedback.py: GradientSender; codecs/"),
@@ -80,7 +80,7 @@ HOLDER = [  # what happens, and where: files and their classes
 OWNER = [
     ("+ copies in other EP groups; then the step", "deepspeed/data_parallel.py; deepspeed/step.py"),
     ("+ what earlier plans left undelivered", "sync/undelivered.py: UndeliveredGradients"),
-    ("after all levels, added to the owner's own gradient", "experts/migration.py: _FinishReturn"),
+    ("after all levels, added to the owner's own gradient", "experts/gradient_return.py: _FinishReturn"),
     ("added to the sums of its slot", "sync/transfers.py: Reduce"),
     ("in order, decoded", "sync/error_feedback.py: GradientReceiver; codecs/"),
     ("the message arrives", "transport/channels.py: Channel; link/"),

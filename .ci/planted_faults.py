@@ -42,16 +42,16 @@ PLAIN_VERSION = "tests/sync/test_plain_version.py::test_four_ranks_train_what_th
 FAULTS = (
     Fault(
         "sign of an expert's gradient",
-        "experts/replicas.py",
-        "for part in self.layout.by_module(self.sum_parts(slot)):\n                part.add_(next(iterator))",
-        "for part in self.layout.by_module(self.sum_parts(slot)):\n                part.sub_(next(iterator))",
+        "experts/gradient_return.py",
+        "total.add_(next(iterator))",
+        "total.sub_(next(iterator))",
         PLAIN_VERSION,
     ),
     Fault(
         "a rank is left out of a sum",
         "sync/transfers.py",
-        "for slot, level, sender, messages in self._arrivals:",
-        "for slot, level, sender, messages in self._arrivals[1:]:",
+        "for slot, level, src, messages in self._arrivals:",
+        "for slot, level, src, messages in self._arrivals[1:]:",
         "tests/sync/test_level_collectives.py::test_four_ranks_sum_and_gather_like_a_single_process",
     ),
     Fault(
@@ -64,13 +64,13 @@ FAULTS = (
     Fault(
         "a packet is taken twice",
         "sync/error_feedback.py",
-        "orders[0].check(layout.packets(message)[0])",
+        "orders[0].check(*layout.packets(message, [0]))",
         "pass",
         "tests/sync/test_error_feedback.py::test_a_message_that_is_lost_or_comes_twice_is_an_error",
     ),
     Fault(
         "an expert's gradient is 1% too large",
-        "experts/migration.py",
+        "experts/gradient_return.py",
         "[other.add_(own).to(own.dtype)",
         "[other.add_(own).mul_(1.01).to(own.dtype)",
         PLAIN_VERSION,
@@ -78,8 +78,8 @@ FAULTS = (
     Fault(
         "a residual is dropped",
         "sync/error_feedback.py",
-        "encode_batch(layout.codec.encode_with_residual, unscaled, residuals, *of_batch)",
-        "encode_batch(layout.codec.encode_with_residual, unscaled, [one.zero_() for one in residuals], *of_batch)",
+        "layout.encode_with_residual(message, unscaled, residuals, states)",
+        "layout.encode_with_residual(message, unscaled, {at: one.zero_() for at, one in residuals.items()}, states)",
         "tests/sync/test_error_feedback.py::test_residuals_are_what_was_not_sent",
     ),
     Fault(

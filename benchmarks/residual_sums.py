@@ -59,7 +59,7 @@ def measure(spec: Any, kept: str, is_noisy: bool, num_steps: int) -> dict[str, f
         gradient = (mean * (1 + noise)).bfloat16().float()
         message = sender.encode(layout, [gradient], 1.0)
         delivered = torch.zeros(1, ROWS, COLS)
-        receiver.add(layout, message, [delivered], 1.0)
+        receiver.decode_add(layout, message, [delivered], 1.0)
         transaction.commit()
         if kept == "bf16, nearest":
             for residual in sender.residuals:

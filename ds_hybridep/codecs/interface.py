@@ -50,13 +50,13 @@ class CodecState:
         return CodecState(self.step, {name: tensor.clone() for name, tensor in self.tensors.items()})
 
     @classmethod
-    def joined(cls, states: Sequence["CodecState"]) -> "CodecState":
+    def cat(cls, states: Sequence["CodecState"]) -> "CodecState":
         """Return the state of an encoder of all the tensors of several, which have made as many steps."""
         names = states[0].tensors
         return cls(states[0].step, {name: torch.cat([one.tensors[name] for one in states]) for name in names})
 
-    def part(self, states: Sequence["CodecState"]) -> None:
-        """Take over what `joined` has made of these states into each of them."""
+    def split_into(self, states: Sequence["CodecState"]) -> None:
+        """Copy what has become of `cat` of these states into each of them."""
         for name, tensor in self.tensors.items():
             sizes = [len(one.tensors[name]) for one in states]
             for one, mine in zip(states, tensor.split(sizes), strict=True):

@@ -28,7 +28,7 @@ def checksums_of(engine: Any, runtime: HybridRuntime) -> dict[str, str]:
     with nullcontext() if streams is None else streams.aside():  # where these residuals are written and freed
         _add(owed, codecs.owed_to_experts(), kernels)
     if streams is not None:
-        streams.join()
+        streams.wait_for_side()
     _add(owed, codecs.owed_to_others(), kernels)
     _add(weights, _weights(engine), kernels)
     return {"weights": _hex(weights), "owed": _hex(owed)}

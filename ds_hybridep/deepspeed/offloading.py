@@ -15,7 +15,6 @@ from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum as Kind
 
 from ds_hybridep.deepspeed.patches import ENGINE, Patches
 from ds_hybridep.experts.migration import MigrationManager
-from ds_hybridep.experts.replicas import kept_of
 
 
 def bind(patches: Patches, engine: Any, migration: Callable[[], MigrationManager]) -> None:
@@ -37,11 +36,11 @@ def _offload(
         if layer.shipment is not None:
             layer.finish_shipment()
         if replicas.streams is not None:
-            replicas.streams.join()
+            replicas.streams.wait_for_side()
         if Kind.lp_params in away:
-            replicas.away.put("weights", kept_of(replicas, are_weights=True), **options)
+            replicas.away.put("weights", replicas.kept_weights, **options)
         if Kind.lp_grads in away:
-            replicas.away.put("gradient sums", kept_of(replicas, are_weights=False), **options)
+            replicas.away.put("gradient sums", layer.gradients.sums.kept, **options)
 
 
 def _reload(

@@ -1,11 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Replicas of hot experts: those experts of other ranks of a level that this rank computes for its own tokens.
 
-A layer has a `HotSlot(s)` for the hot experts of slot s.  If this rank holds slot s as a whole (it is *near*), that is
-a copy on its way to other ranks, or what came back from them.  Else it is the replica:
-
-    weights  [h * n]  of the h hot experts of a slot, for each block of `experts.slots`
-    sums     [h * n]  fp32 partial gradients, from a step's first gradients until they were sent
+A layer has a `HotSlot(s)` for the h hot experts of slot s, weights [h * n] for each block of `experts.slots`.  If this
+rank holds slot s as a whole (it is *near*), that is a copy on its way to other ranks.  Else it is the replica.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -35,11 +32,9 @@ class HotReplicas:
         self._views: dict[int, list[dict[str, Tensor]]] = {}
         self._copies: dict[int, list[Tensor]] = {}
         self._filled: set[int] = set()  # copies that have their values
-        self._sums: dict[int, list[Tensor]] = {}
 
     def choose(self, experts: Sequence[int]) -> None:
         """Make these experts of the slots the hot ones.  No gradients may wait, and their weights must come next."""
-        assert not self._sums, "gradients of hot experts have not returned"
         self.experts = tuple(experts)
         self.lacks_frozen = not all(block.is_trainable for block in self._layout.blocks)
         hot = set(experts)
@@ -64,6 +59,14 @@ class HotReplicas:
     def experts_in(self, slot: int) -> list[int]:
         """Return the hot experts of a slot, in the order of their weights."""
         return [self._experts[slot][at] for at in self._local[slot].tolist()]
+
+    def layout_of(self, slot: int) -> SlotLayout | None:
+        """Return the layout of a slot's hot experts; None if it has none."""
+        return self._layouts.get(slot)
+
+    def places_in(self, slot: int) -> Tensor:
+        """Return the places of the hot experts of a slot in the whole slot, int64 [h]."""
+        return self._local[slot]
 
     def weights_by_name(self, slot: int) -> list[dict[str, Tensor]]:
         """Return the weights of a replica by parameter name: for each expert, or once if experts are grouped."""
@@ -109,45 +112,6 @@ class HotReplicas:
         """Free the copies once they were sent."""
         self._copies, self._filled, self.lacks_frozen = {}, set(), False
 
-    # -- gradients --------------------------------------------------------------------------------------------------
-
-    def sum_sizes(self, slot: int) -> list[tuple[int, torch.dtype]]:
-        """Return the elements of each message of sums, and the type of the parameters."""
-        return self._layouts[slot].sum_sizes if slot in self._layouts else []
-
-    def sums(self, slot: int) -> list[Tensor]:
-        """Return the sums of a slot, fp32 [h * n] for each trainable block, made at the first call."""
-        if slot not in self._layouts:
-            return []
-        if slot not in self._sums:
-            layout = self._layouts[slot]
-            self._sums[slot] = [layout.new(block, torch.float32) for block in layout.trainable_blocks]
-        return self._sums[slot]
-
-    def sum_parts(self, slot: int) -> list[Tensor]:
-        """Return the sums of a slot, [1, *shape] by parameter and expert, as `parts_of_hot` orders them."""
-        sums = self.sums(slot)
-        return [one for part in self._layouts[slot].parts(sums) for one in part.split(1)] if sums else []
-
-    def all_sums(self) -> list[Tensor]:
-        """Return the sums of all replicas by slot, [*shape] by expert and parameter, or [h, *shape] if grouped."""
-        layouts = [(slot, self._layouts[slot]) for slot in self.slots]
-        return [part for slot, layout in layouts for part in layout.by_module(layout.parts(self.sums(slot)))]
-
-    def drop_sums(self, slot: int) -> list[Tensor]:
-        """Forget the sums of a slot, and return them."""
-        return self._sums.pop(slot, [])
-
-    def add_returned(self, slot: int, totals: Sequence[Tensor]) -> None:
-        """Add what came back for the hot experts of a near slot to its sums [e, *shape], and forget it."""
-        if returned := self._sums.pop(slot, None):
-            for total, part in zip(totals, self._layouts[slot].parts(returned), strict=True):
-                total.index_add_(0, self._local[slot], part)
-
-    def drop_all_sums(self) -> None:
-        """Forget all sums."""
-        self._sums = {}
-
     # -- memory -----------------------------------------------------------------------------------------------------
 
     @property
@@ -155,16 +119,11 @@ class HotReplicas:
         return [tensor for slot in self._weights.values() for tensor in slot]
 
     @property
-    def kept_sums(self) -> list[Tensor]:
-        return [tensor for slot in self._sums.values() for tensor in slot]
-
-    @property
     def held(self) -> list[Tensor]:
         """All tensors that have memory now."""
-        groups = (*self._weights.values(), *self._copies.values(), *self._sums.values())
+        groups = (*self._weights.values(), *self._copies.values())
         return [tensor for group in groups for tensor in group]
 
     def release(self) -> None:
         """Free everything."""
-        self._sums = {}
         self.choose(())

@@ -1,42 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decides when weights and gradients of experts move.
+"""Decides when weights of experts move, and what must have returned before the optimizer step.
 
-Weights leave right after an applied optimizer step, and the layer that needs them waits for them.  This rank sums
-gradients of replicas in fp32 until the accumulation boundary.  Then they return to their owners through a pair of
-autograd nodes per layer:
-
-    forward    FinishReturn(l+depth) ... StartReturn(l) -> experts of layer l
-    backward   experts of layer l -> StartReturn(l): send ... FinishReturn(l): wait, add, hand to the parameter
-
-In the forward both nodes only pass weights on.  Autograd runs the newest node first, so a FinishReturn that is made
-`depth` layers before its StartReturn waits `depth` layers later.
-Forward and step communicate from the main thread, the backward from autograd's; no other thread starts a transfer.
+Weights leave right after an applied optimizer step, and the layer that needs them waits for them.  How gradients
+return is in `experts.gradient_return`.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import Function
 
-from ds_hybridep.errors import NO_SECOND_DERIVATIVES, GradientNotReturnedError, UnsupportedError, VerificationError
-from ds_hybridep.experts.partitioned import take_away
-from ds_hybridep.experts.replicas import Replicas, make_shipment
-from ds_hybridep.sync.transaction import accumulates, is_in_backward
-from ds_hybridep.sync.transfers import Gather, Reduce, StagedTransfer, StagePipeline
-from ds_hybridep.transport.channels import Purpose, Transport, profiler_range
-
-
-@contextmanager
-def outliving_inference() -> Iterator[None]:
-    """Let what is made inside be used in training too, if the forward runs under `torch.inference_mode`."""
-    with torch.inference_mode(False), torch.no_grad():
-        yield
+from ds_hybridep.errors import GradientNotReturnedError, VerificationError
+from ds_hybridep.experts.gradient_return import GradientReturn, ReturnState, weights_in_graph
+from ds_hybridep.experts.replicas import Replicas, make_shipment, outliving_inference
+from ds_hybridep.sync.transaction import is_in_backward
+from ds_hybridep.sync.transfers import Gather, StagePipeline
+from ds_hybridep.transport.channels import Transport
 
 
 class Weights(Enum):
@@ -48,43 +29,19 @@ class Weights(Enum):
     RELEASED = "nothing: another plan has taken over"
 
 
-class Gradients(Enum):
-    """Where gradients of a layer's replicas are."""
-
-    EMPTY = "there are none"
-    ACCUMULATING = "in the sums of this rank"
-    RETURNING = "on their way to the owners"
-
-
-@dataclass
-class ReturnHandle:
-    """Shared by the two autograd nodes of a layer call: the return that StartReturn starts, and its result."""
-
-    reduce: Reduce | None = None  # None: not the accumulation boundary, FinishReturn gives the owner's part only
-    collected: list[Tensor] | None = None
-    # A leaf of the graph that is trained on all ranks, and that no script can ask for.
-    always: Tensor = field(default_factory=partial(torch.empty, 0, requires_grad=True))
-
-
 @dataclass
 class LayerExperts:
     """What this rank has of one layer's experts: the replicas, what is on its way to them, and what returns.
 
     weights      STALE --ship--> SHIPPING --finish_shipment--> FRESH --after the step, ship--> SHIPPING ...
                  any --weights change outside a step--> STALE
-    gradients    EMPTY --add_gradients--> ACCUMULATING --start_return--> RETURNING --finish_return--> EMPTY
-                 ACCUMULATING or RETURNING --drop_gradients--> EMPTY
-                 RETURNING --finish_unused_return--> EMPTY
     """
 
     replicas: Replicas
-    weight_pipeline: StagePipeline
-    gradient_pipeline: StagePipeline
+    pipeline: StagePipeline  # keeps shipments of all layers in order
+    gradients: GradientReturn
     weights: Weights = Weights.STALE
-    gradients: Gradients = Gradients.EMPTY
     shipment: Gather | None = None  # until a wait for it has ended
-    returning: ReturnHandle | None = None
-    finish_node: tuple[ReturnHandle, tuple[Tensor, ...]] | None = None  # made ahead for the next call of the layer
     versions: list[tuple[int, int]] = field(default_factory=list)  # of the owned parameters at their last shipment
 
     @outliving_inference()
@@ -92,13 +49,13 @@ class LayerExperts:
         """Go from any state to SHIPPING.  Does not block."""
         self.shipment = make_shipment(self.replicas, is_exact=is_exact)
         self.versions = self.replicas.own.versions()
-        self.weight_pipeline.start(self.shipment)
+        self.pipeline.start(self.shipment)
         self.weights = Weights.SHIPPING
 
     def choose_hot(self, experts: Sequence[int]) -> None:
         """Replace the hot experts.  Nothing may be under way, and weights must be shipped next."""
         assert self.shipment is None, f"{self.replicas.name}: weights are under way"
-        assert self.returning is None, f"{self.replicas.name}: gradients are under way"
+        assert self.gradients.state is ReturnState.EMPTY, f"{self.replicas.name}: gradients have not returned"
         self.replicas.choose_hot(experts)
 
     @outliving_inference()
@@ -108,51 +65,12 @@ class LayerExperts:
             self.replicas.away.refuse()
         if self.shipment is None:
             return
-        self._wait(self.weight_pipeline, self.shipment)
+        with self.replicas.counting_wait():
+            self.pipeline.wait(self.shipment)
         self.shipment = None
         self.replicas.free_sent()
         if self.weights is Weights.SHIPPING:
             self.weights = Weights.FRESH
-
-    def add_gradients(self, gradients: Sequence[Tensor]) -> None:
-        """Add to the sums, and go from EMPTY or ACCUMULATING to ACCUMULATING."""
-        if self.returning is not None:  # the layer ran twice in this backward, or an earlier backward failed
-            self.finish_return(self.returning)
-        self.replicas.add_gradients(gradients)
-        self.gradients = Gradients.ACCUMULATING
-
-    def start_return(self, handle: ReturnHandle) -> None:
-        """Go from ACCUMULATING to RETURNING.  Does not block."""
-        purpose = Purpose("expert_gradients", "return of expert gradients", self.replicas.name)
-        handle.reduce, handle.collected = Reduce(self.replicas, purpose), None
-        self.gradient_pipeline.start(handle.reduce)
-        self.returning, self.gradients = handle, Gradients.RETURNING
-
-    @outliving_inference()
-    def finish_return(self, handle: ReturnHandle) -> list[Tensor]:
-        """Go from RETURNING to EMPTY.  Returns what came back for the owned experts, fp32."""
-        if handle.collected is None:
-            assert handle.reduce is not None, f"{self.replicas.name}: no return was started"
-            self._wait(self.gradient_pipeline, handle.reduce)
-            handle.collected = self.replicas.take_returned()
-            self.returning, self.gradients = None, Gradients.EMPTY
-        return handle.collected
-
-    def drop_gradients(self) -> None:
-        """Go from any state to EMPTY: no optimizer step will use the gradients.
-
-        Waits for a return under way, which a backward that failed has left, since its other ranks go on with it.
-        """
-        self.finish_unused_return()
-        if self.gradients is Gradients.ACCUMULATING:
-            self.replicas.drop_all_sums()
-            self.gradients = Gradients.EMPTY
-
-    def finish_unused_return(self) -> None:
-        """Go from RETURNING to EMPTY: wait, and forget what came back.  CommunicationError if it does not come."""
-        if (handle := self.returning) is not None:
-            self.finish_return(handle)
-            handle.reduce = handle.collected = None  # the graph of a backward that failed may live on
 
     def refuse_changed(self) -> None:
         """Raise VerificationError if torch has counted a write to owned parameters since they were shipped.
@@ -168,56 +86,26 @@ class LayerExperts:
 
     def release(self) -> None:
         """Go from any state to RELEASED.  Frees memory that an earlier graph, which a layer may keep, would hold."""
-        self.shipment = self.returning = self.finish_node = None
+        self.shipment = None
         if self.replicas.streams is not None:
-            self.replicas.streams.join()  # the side stream must not be using what is freed
+            self.replicas.streams.wait_for_side()  # the side stream must not be using what is freed
+        self.gradients.release()
         self.replicas.release()
-        self.weights, self.gradients = Weights.RELEASED, Gradients.EMPTY
-
-    def refuse_old(self, version: int) -> None:
-        """Raise GradientNotReturnedError if another plan, or other hot experts, have taken over since the forward."""
-        if version != self.replicas.version:
-            raise GradientNotReturnedError(
-                f"{self.replicas.name}: this backward belongs to a forward that ran before hybridep changed its plan "
-                f"or its hot experts, or was detached; run both before the change, or both after it"
-            )
-
-    def refuse_partial(self, handle: ReturnHandle) -> None:
-        """Raise UnsupportedError unless the running backward is for all parameters."""
-        if not accumulates(handle.always):
-            raise UnsupportedError(
-                f"{self.replicas.name}: torch.autograd.grad (or a backward with `inputs`) asks for gradients of "
-                f"experts with copies on other ranks, which works only without gradient codecs, and at an "
-                f"accumulation boundary without micro-steps before it; leave these experts out of it, read `.grad` "
-                f"after engine.backward, or set every domain_size to 1 and use no hot experts"
-            )
-
-    def _wait(self, pipeline: StagePipeline, transfer: StagedTransfer) -> None:
-        codecs = self.replicas.codecs
-        with nullcontext() if codecs is None else codecs.counters.timing("exposed_s"):
-            pipeline.wait(transfer)
+        self.weights = Weights.RELEASED
 
 
 class MigrationManager:
-    """Moves weights and gradients of all layers' experts at the right time.
+    """Moves weights of all layers' experts at the right time, and knows whether gradients have returned.
 
     Args:
         layers: in the order in which the model runs them.
         return_depth: layers between a gradient's return and the wait for it.
-        is_boundary: returns True if the running backward is the last before the optimizer step.
     """
 
-    def __init__(
-        self,
-        transport: Transport,
-        layers: Sequence[LayerExperts],
-        return_depth: int,
-        is_boundary: Callable[[], bool],
-    ) -> None:
-        self._transport, self.layers = transport, list(layers)
-        self._return_depth, self._is_boundary = return_depth, is_boundary
-        self.before_return: Callable[[], None] = lambda: None  # in the backward, before gradients of a layer return
-        used = (pipeline for one in layers for pipeline in (one.weight_pipeline, one.gradient_pipeline))
+    def __init__(self, transport: Transport, layers: Sequence[LayerExperts], return_depth: int) -> None:
+        self._transport, self.layers, self._return_depth = transport, list(layers), return_depth
+        self._returns = [layer.gradients for layer in layers]
+        used = (pipeline for one in layers for pipeline in (one.pipeline, one.gradients.pipeline))
         self._pipelines = list(dict.fromkeys(used))
 
     @property
@@ -243,39 +131,12 @@ class MigrationManager:
         self.progress()
         own = replicas.own.parameters()
         if own and torch.is_grad_enabled():
-            handle, aliases = self._finish_node(position)
-            return replicas.by_slot(_StartReturn.apply(self, layer, handle, *aliases))
-        layer.finish_node = None
+            weights = weights_in_graph(self._returns, position, depth=self._return_depth, progress=self.progress)
+            return replicas.by_slot(weights)
+        layer.gradients.finish_node = None
         return replicas.by_slot(replicas.with_own(own))
 
-    def _finish_node(self, position: int) -> tuple[ReturnHandle, tuple[Tensor, ...]]:
-        """Return the FinishReturn node of this call's layer.  A recomputation makes its own, right before it is used.
-
-        A re-entrant recomputation runs the backward of the graph that it builds; a non-re-entrant one discards its
-        graph.  Neither may touch the nodes of the first forward.
-        """
-        layer = self.layers[position]
-        if is_in_backward():
-            return _make_finish_node(layer)
-        for later in self.layers[position + 1 : position + 1 + self._return_depth]:
-            if later.finish_node is None and later.replicas.trainable_names:
-                later.finish_node = _make_finish_node(later)
-        made, layer.finish_node = layer.finish_node, None
-        return made if made is not None else _make_finish_node(layer)
-
-    # -- backward ------------------------------------------------------------------------------------------------
-
-    def take_gradients(self, layer: LayerExperts, handle: ReturnHandle, gradients: Sequence[Tensor]) -> None:
-        """Add replica gradients to the sums; at the boundary start their return."""
-        is_lossy = (codecs := layer.replicas.codecs) is not None and codecs.feedback.is_lossy
-        if is_lossy or layer.gradients is Gradients.ACCUMULATING or not self._is_boundary():
-            layer.refuse_partial(handle)  # what waits must be for the optimizer step
-        layer.add_gradients(gradients)
-        handle.reduce = None
-        if self._is_boundary():
-            self.before_return()
-            layer.start_return(handle)
-        self.progress()
+    # -- in the forward and the backward -------------------------------------------------------------------------
 
     @outliving_inference()
     def progress(self) -> None:
@@ -329,8 +190,7 @@ class MigrationManager:
     @property
     def not_returned(self) -> list[str]:
         """Layers whose replicas hold gradients."""
-        waiting = (Gradients.ACCUMULATING, Gradients.RETURNING)
-        return [layer.replicas.name for layer in self.layers if layer.gradients in waiting]
+        return [one.replicas.name for one in self._returns if one.state is not ReturnState.EMPTY]
 
     def check_returned(self, before: str) -> None:
         """Raise GradientNotReturnedError if replicas hold gradients; `before` says what is about to happen."""
@@ -344,13 +204,13 @@ class MigrationManager:
 
     def drop_gradients(self) -> None:
         """Drop replica gradients that have not returned, once nothing of them is under way."""
-        for layer in self.layers:
-            layer.drop_gradients()
+        for one in self._returns:
+            one.drop()
 
     def finish_returns(self) -> None:
         """Wait for returns under way; their gradients are not used."""
-        for layer in self.layers:
-            layer.finish_unused_return()
+        for one in self._returns:
+            one.finish_unused()
 
     def finish_shipments(self) -> None:
         for layer in self.layers:
@@ -369,7 +229,7 @@ class MigrationManager:
     @property
     def replica_bytes(self) -> int:
         """Bytes held now for replicas and their gradient sums on this rank's device."""
-        return sum(layer.replicas.num_bytes for layer in self.layers)
+        return sum(layer.replicas.num_bytes + layer.gradients.sums.num_bytes for layer in self.layers)
 
     @property
     def host_bytes(self) -> int:
@@ -378,63 +238,5 @@ class MigrationManager:
 
     def _ship(self, *, is_exact: bool) -> None:
         for layer in self.layers:
-            layer.finish_node = None  # a node that no forward took
+            layer.gradients.finish_node = None  # a node that no forward took
             layer.ship(is_exact=is_exact)
-
-
-# -- autograd -----------------------------------------------------------------------------------------------------
-
-
-def _make_finish_node(layer: LayerExperts) -> tuple[ReturnHandle, tuple[Tensor, ...]]:
-    handle, own = ReturnHandle(), layer.replicas.own
-    away = own.give_full_shapes()
-    # If only some ranks have frozen their experts, all must run the backward.
-    aliases = _FinishReturn.apply(layer, handle, handle.always, *own.parameters())
-    if away:
-        take_away(away)
-    return handle, aliases
-
-
-class _FinishReturn(Function):
-    """Identity on the owned parameters; its backward waits for the other ranks' gradients and adds them."""
-
-    @staticmethod
-    def forward(ctx: Any, layer: LayerExperts, handle: ReturnHandle, _: Tensor, *own: Tensor) -> tuple[Tensor, ...]:
-        ctx.layer, ctx.handle = layer, handle
-        return tuple(parameter.detach() for parameter in own)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        if torch.is_grad_enabled():
-            raise UnsupportedError(NO_SECOND_DERIVATIVES)
-        # Autograd accumulates these gradients before it does anything else, and then needs the parameters' shapes.
-        if away := ctx.layer.replicas.own.give_full_shapes():
-            torch.autograd.Variable._execution_engine.queue_callback(partial(take_away, away))
-        if ctx.handle.reduce is None:  # not the accumulation boundary: the owner's own part only
-            return None, None, None, *gradients
-        with profiler_range("finish_return", ctx.layer.replicas.name):
-            returned = ctx.layer.finish_return(ctx.handle)
-            ctx.handle.reduce = ctx.handle.collected = None  # the graph may live on
-            summed = [other.add_(own).to(own.dtype) for own, other in zip(gradients, returned, strict=True)]
-            return None, None, None, *summed
-
-
-class _StartReturn(Function):
-    """Gives experts the owned parameters and replicas; its backward sums or returns the replicas' gradients."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, manager: MigrationManager, layer: LayerExperts, handle: ReturnHandle, *aliases: Tensor
-    ) -> tuple[Tensor, ...]:
-        ctx.manager, ctx.layer, ctx.handle, ctx.num_own = manager, layer, handle, len(aliases)
-        ctx.version = layer.replicas.version
-        return tuple(weight.detach() for weight in layer.replicas.with_own(aliases))
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        if torch.is_grad_enabled():
-            raise UnsupportedError(NO_SECOND_DERIVATIVES)
-        with profiler_range("start_return", ctx.layer.replicas.name):
-            ctx.layer.refuse_old(ctx.version)
-            ctx.manager.take_gradients(ctx.layer, ctx.handle, gradients[ctx.num_own :])
-        return None, None, None, *gradients[: ctx.num_own]

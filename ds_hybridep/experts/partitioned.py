@@ -45,7 +45,7 @@ def give_full_shapes(parameters: Sequence[nn.Parameter]) -> list[nn.Parameter]:
     return away
 
 
-def take_away(parameters: Sequence[nn.Parameter]) -> None:
+def drop_full_shapes(parameters: Sequence[nn.Parameter]) -> None:
     """Undo `give_full_shapes`: leave parameters without data, as ZeRO-3 does."""
     for parameter in parameters:
         if _is_away(parameter):

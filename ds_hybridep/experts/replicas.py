@@ -1,15 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Replicas of a domain's experts for one layer, and their gradients until these return to the owners.
+"""Replicas of a domain's experts for one layer: weights M x [e * n], one tensor for each block of `experts.slots`.
 
-    weights  M x [e * n]  slot i = the experts of the domain rank with offset index i
-    sums     M x [e * n]  fp32 partial gradients since the last return (own slot: what came back)
-
-Each row has one tensor for each block of `experts.slots`.  The own slot has weights only while they are sent.  Sums
-have memory from a step's first gradients until they were sent, those of the own slot from the first arrival on.
+Slot i has the experts of the domain rank with offset index i.  The own slot has weights only while they are sent.
+What gradients need is in `experts.gradient_return`.
 """
 
-from collections.abc import Collection, Iterable, Sequence
-from contextlib import nullcontext
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import chain
 
 import torch
@@ -35,8 +32,15 @@ from ds_hybridep.transport.channels import Purpose
 from ds_hybridep.transport.streams import streams_of
 
 
+@contextmanager
+def outliving_inference() -> Iterator[None]:
+    """Let what is made inside be used in training too, if the forward runs under `torch.inference_mode`."""
+    with torch.inference_mode(False), torch.no_grad():
+        yield
+
+
 class Replicas:
-    """One layer's replicas on this rank.
+    """One layer's replicas on this rank (`sync.transfers.ValueSlots`).
 
     Args:
         name: of the layer.
@@ -46,6 +50,7 @@ class Replicas:
         hot_level: level over which only hot experts have replicas; None: there are no hot experts.
 
     near_slots: slots that this rank holds as a whole, the own one included; of all others it may have hot experts.
+    is_lossy: codecs encode gradients, so that some of them arrive later.
     """
 
     def __init__(
@@ -84,15 +89,20 @@ class Replicas:
             self.hot = HotReplicas(
                 self.layout, [*map(self.expert_ids, range(len(self.domain_ranks)))], self.near_slots
             )
-        # 3. Sums of gradients, by slot, for each trainable block.
-        self._sums: dict[int, list[Tensor]] = {}
+        # 3. Codecs, and what is in host memory.
         self.away = Away(name)
         self.codecs = _codecs_of(self, transaction, rank)
+        self.is_lossy = self.codecs is not None and any(codec is not None for codec in encoding.gradient_codecs)
 
     @property
     def weights(self) -> list[Tensor]:
         """All weights that are held, of all slots and blocks."""
         return [*self.own.held, *chain(*self._weights.values()), *(self.hot.held if self.hot else ())]
+
+    @property
+    def kept_weights(self) -> list[Tensor]:
+        """Those that are kept when nothing is under way, each with memory of its own."""
+        return [*self.own.held, *chain(*self._weights.values()), *(self.hot.weights if self.hot else ())]
 
     def choose_hot(self, experts: Sequence[int]) -> None:
         """Replace the hot experts.  No gradients may wait, and weights must be shipped next."""
@@ -138,6 +148,10 @@ class Replicas:
 
     # -- what slots hold ----------------------------------------------------------------------------------------
 
+    def layout_of(self, slot: SlotKey) -> SlotLayout | None:
+        """Return how the experts of a slot lie in memory; None if none of them is hot."""
+        return self._hot.layout_of(slot.slot) if isinstance(slot, HotSlot) else self.layout
+
     def values(self, slot: SlotKey, *, trainable_only: bool) -> list[Tensor]:
         """Return the weights of a slot, [e * n] for each block; the own slot must have been filled."""
         if isinstance(slot, HotSlot):
@@ -160,32 +174,6 @@ class Replicas:
         if isinstance(slot, HotSlot):
             return self._hot.weights_by_name(slot.slot)
         return self.own.by_name() if slot == self.own_slot else self._views[slot]
-
-    def sum_sizes(self, slot: SlotKey) -> list[tuple[int, torch.dtype]]:
-        sizes = self._hot.sum_sizes(slot.slot) if isinstance(slot, HotSlot) else self.layout.sum_sizes
-        return [(size, self.encoding.sum_dtype or dtype) for size, dtype in sizes]
-
-    def make_sums(self) -> None:
-        self._make_sums(self.own_slot)
-
-    def sums(self, slot: SlotKey) -> list[Tensor]:
-        """Return a slot's partial gradients, fp32 [e * n] for each trainable block.
-
-        They include what came back for its hot experts, which is added when it is asked for.
-        """
-        if isinstance(slot, HotSlot):
-            return self._hot.sums(slot.slot)
-        if self.hot is not None:
-            self.hot.add_returned(slot, self.layout.parts(self._sums[slot]))
-        return self._sums[slot]
-
-    def sum_parts(self, slot: SlotKey) -> list[Tensor]:
-        if isinstance(slot, HotSlot):
-            return self._hot.sum_parts(slot.slot)
-        return self.layout.parts(self.sums(slot))
-
-    def drop_sums(self, slot: SlotKey) -> None:
-        self.free_behind_side(self._hot.drop_sums(slot.slot) if isinstance(slot, HotSlot) else self._sums.pop(slot))
 
     @property
     def _hot(self) -> HotReplicas:
@@ -216,39 +204,6 @@ class Replicas:
                 weights.update({name: next(iterator) for name in self.trainable_names})
                 slots[slot].append(weights)
         return list(slots.values())
-
-    # -- gradients of the replicas -------------------------------------------------------------------------------
-
-    def add_gradients(self, gradients: Iterable[Tensor]) -> None:
-        """Add one backward's gradients of all replicas to the fp32 sums.
-
-        gradients: ordered by `replica_slots` and slots of hot experts, then `experts`, then `trainable_names`.
-        """
-        iterator = iter(gradients)
-        for slot in self.replica_slots:
-            self._make_sums(slot)
-            # Views of the sums, in the order of the gradients.
-            for part in self.layout.by_module(self.sum_parts(slot)):
-                part.add_(next(iterator))
-        for part in () if self.hot is None else self.hot.all_sums():
-            part.add_(next(iterator))
-
-    def _make_sums(self, slot: int) -> None:
-        if slot not in self._sums:
-            self._sums[slot] = [self.layout.new(block, torch.float32) for block in self.layout.trainable_blocks]
-
-    def take_returned(self) -> list[Tensor]:
-        """Return what came back for the owned experts, fp32, by `experts` and `trainable_names`, and drop all sums."""
-        self.make_sums()
-        returned = self.layout.by_module(self.sum_parts(self.own_slot))
-        self.drop_all_sums()
-        return returned
-
-    def drop_all_sums(self) -> None:
-        """Drop all partial gradients; nothing may be under way."""
-        self._sums = {}
-        if self.hot is not None:
-            self.hot.drop_all_sums()
 
     # -- what was sent before, for patches -----------------------------------------------------------------------
 
@@ -282,14 +237,17 @@ class Replicas:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes on the device."""
+        """Bytes on the device, without sums of gradients."""
         weights = sum(tensor.untyped_storage().nbytes() for tensor in self.weights)
-        sums = sum(tensor.nbytes for slot in self._sums.values() for tensor in slot)
-        return weights + sums + (self.codecs.num_bytes(self.weights)[0] if self.codecs is not None else 0)
+        return weights + (self.codecs.num_bytes(self.weights)[0] if self.codecs is not None else 0)
 
     @property
     def num_host_bytes(self) -> int:
         return 0 if self.codecs is None else self.codecs.num_bytes(self.weights)[1]
+
+    def counting_wait(self) -> AbstractContextManager[None]:
+        """Count the seconds inside as those in which the layer waits for weights or gradients."""
+        return nullcontext() if self.codecs is None else self.codecs.counters.timing("exposed_s")
 
     def sends_own_slot(self, *, is_exact: bool) -> bool:
         """Return True if any level carries the weights of the whole own slot unencoded."""
@@ -309,17 +267,10 @@ class Replicas:
 
     def release(self) -> None:
         self.own.release()
-        self._weights, self._views, self._sums, self.codecs = {}, {}, {}, None
+        self._weights, self._views, self.codecs = {}, {}, None
         if self.hot is not None:
             self.hot.release()
         self.version += 1
-
-
-def kept_of(replicas: Replicas, *, are_weights: bool) -> list[Tensor]:
-    """Return weights or sums that are kept now, each with memory of its own; nothing may be under way."""
-    of_hot, slots = replicas.hot, replicas._weights if are_weights else replicas._sums
-    held = [*(replicas.own.held if are_weights else ()), *chain(*slots.values())]
-    return held if of_hot is None else held + (of_hot.weights if are_weights else of_hot.kept_sums)
 
 
 def parts_of_hot(replicas: Replicas, experts: Collection[int]) -> dict[SlotKey, tuple[PacketPart, ...]]:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from ds_hybridep.codecs import make_codec, make_weight_codec
 from ds_hybridep.config import HybridEPConfig
 from ds_hybridep.config_codecs import IDENTITY
+from ds_hybridep.experts.gradient_return import GradientReturn
 from ds_hybridep.experts.layer_spec import LayerSpec, check_experts
 from ds_hybridep.experts.migration import LayerExperts, MigrationManager
 from ds_hybridep.experts.partitioned import full_shape
@@ -179,10 +180,11 @@ def build_layers(
             )  # fmt: skip
             if spec.group not in pipelines:
                 pipelines[spec.group] = StagePipeline(transport), StagePipeline(transport)
-            experts[spec.name] = LayerExperts(replicas, *pipelines[spec.group])
+            weights, gradients = pipelines[spec.group]
+            experts[spec.name] = LayerExperts(replicas, weights, GradientReturn(replicas, gradients, is_boundary))
     most_bytes = max((one.replicas.layout.sum_bytes for one in experts.values()), default=0)
     depth = return_depth(len(experts), most_bytes, config.advanced.prefetch_depth)
-    migration = MigrationManager(transport, list(experts.values()), depth, is_boundary)
+    migration = MigrationManager(transport, list(experts.values()), depth)
     # 3. Layers.
     positions = {name: position for position, name in enumerate(experts)}
     built = {}

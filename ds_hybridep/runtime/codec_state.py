@@ -167,7 +167,7 @@ class CodecCheckpoint:
         found = self.undelivered()
         self.waiting.remove()
         for replicas in self.replicas:
-            if replicas.codecs is not None and replicas.codecs.feedback.is_lossy:
+            if replicas.is_lossy:
                 found += collect(replicas, replicas.domain_ranks, self._transport, self._transport.world_size)()
         return found
 

@@ -128,7 +128,8 @@ class HybridRuntime:
         pairs = [(self.layers[layer.spec.name], layer) for layer in ours]
         self.hot = HotExperts(config, transport, pairs)
         if self.hot.layers:
-            self.migration.before_return = self.hot.send_counts
+            for one in self.migration.layers:
+                one.gradients.before_start = self.hot.send_counts
         self.codec_state = CodecCheckpoint(
             config,
             transport,

@@ -162,7 +162,7 @@ class RuntimeStatistics:
         with nullcontext() if streams is None else streams.aside():
             sums = replicas.codecs.stats(replicas.own.sources())
         if streams is not None:
-            streams.join()
+            streams.wait_for_side()
         return sums
 
     def _slowest(self, waited_s: list[float]) -> dict[str, Any]:

@@ -118,7 +118,7 @@ class Packets:
         return self._gradients["experts" if one.is_expert else "dense"]
 
     def _layout(self, one: OwnedSlice) -> MessageLayout | None:
-        if (codec := self._gradients_of(one).codecs[0]) is None:
+        if (codec := self._gradients_of(one).senders[0].codec) is None:
             return None
         key = one.spans, one.is_expert
         if key not in self._layouts:
@@ -142,4 +142,4 @@ class Packets:
             values = packet.clone().view(one.tensors[0].dtype)  # a view of bytes needs its own, aligned memory
             total.add_(values, alpha=weight)  # as they are: times the loss scale
             return
-        layout.add(packet, split(total, layout.parts), scale * weight)
+        layout.decode_add(packet, split(total, layout.parts), scale * weight)

@@ -22,7 +22,6 @@ import torch
 from torch import Tensor
 
 from ds_hybridep.codecs import Codec, CodecState, PacketOrder
-from ds_hybridep.codecs.batches import batches, encode_batch
 from ds_hybridep.codecs.compact import compact, compact_shape, expand, mix
 from ds_hybridep.geometry.slots import Span
 from ds_hybridep.sync.encoding import CodecCounters, no_scale
@@ -69,27 +68,25 @@ class GradientSender:
 
         If it fails, residuals are as before.
         """
-        message, packets = layout.new_message(self._home.device)
+        message = layout.new_message(self._home.device)
         left: list[tuple[_SentSpan, Tensor]] = []
         sent = [self._before_change(part) for part in layout.parts]
         # Neighbouring vectors share a packet.  The state of the first one encodes it, and the others' count it.
         states = [spans[0].state for spans in sent]
-        for batch in batches([part.matrices for part in layout.parts], [state.step for state in states]):
-            parts = [layout.parts[at] for at in batch]
-            unscaled = [part.as_matrices(gradients[at]) for at, part in zip(batch, parts, strict=True)]
-            unscaled = [one / scale for one in unscaled] if scale != 1.0 else unscaled
-            residuals = [self._residual_of(part) for part in parts]
-            of_batch = [states[at] for at in batch], [packets[at] for at in batch]
-            encode_batch(layout.codec.encode_with_residual, unscaled, residuals, *of_batch)
-            for part, residual in zip(parts, residuals, strict=True):
-                left += self._stored(part, residual)  # now, so that only one batch at a time is fp32 on the device
+        for batch in layout.batches_to_encode(states):
+            unscaled = {at: layout.parts[at].as_matrices(gradients[at]) for at in batch}
+            unscaled = {at: one / scale for at, one in unscaled.items()} if scale != 1.0 else unscaled
+            residuals = {at: self._residual_of(layout.parts[at]) for at in batch}
+            layout.encode_with_residual(message, unscaled, residuals, states)  # residuals and states change
+            for at, residual in residuals.items():
+                left += self._stored(layout.parts[at], residual)  # now: only one batch at a time is fp32 on the device
         for other in (one for spans in sent for one in spans[1:]):
             other.state.step += 1
         _keep(left)
         return message
 
-    def take(self, parts: Sequence[PacketPart], sums: Sequence[Tensor], scale: float) -> None:
-        """Move residuals, times the loss scale, to `sums` ([e, *shape] fp32 for each part)."""
+    def move_residuals(self, parts: Sequence[PacketPart], sums: Sequence[Tensor], scale: float) -> None:
+        """Add residuals, times the loss scale, to `sums` ([e, *shape] fp32 for each part); zeros take their place."""
         for part, total in zip(parts, sums, strict=True):
             sent = self._before_change(part)
             residual = self._residual_of(part)
@@ -104,7 +101,7 @@ class GradientSender:
             residual += torch.where(more.isfinite(), more, 0.0).view(residual.shape) / scale
             _keep(self._stored(part, residual))
 
-    def prepare(self, part: PacketPart) -> None:
+    def make_residuals(self, part: PacketPart) -> None:
         """Allocate now what is kept of a part; otherwise its first message does."""
         for span in part.spans:
             self._sent_span(part, span)
@@ -230,26 +227,26 @@ def _keep(stored: Sequence[tuple[_SentSpan, Tensor]]) -> None:
 
 
 class GradientReceiver:
-    """Adds the gradients that one rank sends over one level to sums, in the order in which they were sent."""
+    """Decodes the gradients that one rank sends over one level, in the order in which they were sent."""
 
     def __init__(self, transaction: Transaction) -> None:
         self._transaction = transaction
         self._next: dict[Span, PacketOrder] = {}
         self._before: dict[Span, int] = {}  # numbers as of the last applied step, of what the step under way changes
 
-    def add(self, layout: MessageLayout, message: Tensor, sums: Sequence[Tensor], scale: float) -> None:
+    def decode_add(self, layout: MessageLayout, message: Tensor, sums: Sequence[Tensor], scale: float) -> None:
         """Add what a message holds, times the loss scale, to `sums` ([e, *shape] fp32 for each part).
 
         Raises PacketError, and changes nothing, if it is not the sender's next message.
         """
         spans = [span for part in layout.parts for span in part.spans]
         orders = [self._next.setdefault(span, PacketOrder()) for span in spans]
-        orders[0].check(layout.packets(message)[0])
+        orders[0].check(*layout.packets(message, [0]))
         self._transaction.join(self)
         for span, order in zip(spans, orders, strict=True):
             self._before.setdefault(span, order.expected)
             order.advance()
-        layout.add(message, sums, scale)
+        layout.decode_add(message, sums, scale)
 
     def commit(self) -> None:
         self._before.clear()
@@ -286,23 +283,21 @@ class ErrorFeedback:
     Args:
         name: of the layer or group.
         codecs: by level; None for a level where gradients go as they are.
+
+    senders: by level.
     """
 
     def __init__(
         self, name: str, codecs: Sequence[Codec | None], home: Home, transaction: Transaction, *, rank: int
     ) -> None:
-        self.codecs, self.home, self._transaction = tuple(codecs), home, transaction
+        self.home, self._transaction = home, transaction
         self.senders = tuple(
             GradientSender(f"{name} {rank} {level}", codec, home, transaction) for level, codec in enumerate(codecs)
         )
         self._receivers: dict[tuple[int, int], GradientReceiver] = {}  # by level and sending rank
 
-    @property
-    def is_lossy(self) -> bool:
-        return any(codec is not None for codec in self.codecs)
-
     def receiver(self, level: int, rank: int) -> GradientReceiver:
-        """Return what takes the messages that a rank sends over a level."""
+        """Return what decodes the messages that a rank sends over a level."""
         return self._receivers.setdefault((level, rank), GradientReceiver(self._transaction))
 
     def undelivered(self) -> Iterator[tuple[int, Span, Tensor]]:
@@ -394,12 +389,12 @@ class SlotCodecs:
 
     def encodes(self, slot: SlotKey, level: int) -> bool:
         """Return True if a slot's gradients cross a level encoded; else they go as they are."""
-        return self.feedback.codecs[level] is not None and bool(self.parts[slot])
+        return self.feedback.senders[level].codec is not None and bool(self.parts[slot])
 
     def layout(self, slot: SlotKey, level: int) -> MessageLayout:
         """Return the layout of a slot's messages over a level that encodes it."""
         if (level, slot) not in self._layouts:
-            codec = self.feedback.codecs[level]
+            codec = self.feedback.senders[level].codec
             assert codec is not None, f"slot {slot} goes as it is over level {level}"
             self._layouts[level, slot] = MessageLayout(codec, self.parts[slot])
         return self._layouts[level, slot]
@@ -407,7 +402,7 @@ class SlotCodecs:
     def make_residuals(self, slot: SlotKey, level: int) -> None:
         """Make now what is kept of a slot's gradients over a level; otherwise their first message does."""
         for part in self.parts[slot] if self.encodes(slot, level) else ():
-            self.feedback.senders[level].prepare(part)
+            self.feedback.senders[level].make_residuals(part)
 
     def encode(self, slot: SlotKey, level: int, sums: Sequence[Tensor]) -> Tensor:
         """Return the message of a slot's sums (fp32 [e, *shape] for each part), and keep what it leaves out."""
@@ -421,12 +416,13 @@ class SlotCodecs:
         """Return memory for a message of a slot's gradients."""
         return self.layout(slot, level).room(self.feedback.home.device)
 
-    def add(self, slot: SlotKey, level: int, message: Tensor, *, sender: int, sums: Sequence[Tensor]) -> None:
-        """Add what a message from the rank `sender` holds to a slot's sums (fp32 [e, *shape] for each part).
+    def decode_add(self, slot: SlotKey, level: int, message: Tensor, *, src: int, sums: Sequence[Tensor]) -> None:
+        """Add what a message from rank `src` holds to a slot's sums (fp32 [e, *shape] for each part).
 
-        Raises PacketError, and changes nothing, if it is not the sender's next message.
+        Raises PacketError, and changes nothing, if it is not the next message from there.
         """
-        self.feedback.receiver(level, sender).add(self.layout(slot, level), message, sums, self.loss_scale())
+        layout, receiver = self.layout(slot, level), self.feedback.receiver(level, src)
+        receiver.decode_add(layout, message, sums, self.loss_scale())
 
 
 def residual_of(saved: Mapping[str, Any]) -> Tensor:

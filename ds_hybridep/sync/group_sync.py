@@ -27,7 +27,7 @@ from ds_hybridep.errors import VerificationError
 from ds_hybridep.geometry.partition import Partition
 from ds_hybridep.geometry.slots import Span, cut, even_bounds, whole
 from ds_hybridep.sync.encoding import Encoding
-from ds_hybridep.sync.error_feedback import ErrorFeedback, SlotCodecs
+from ds_hybridep.sync.error_feedback import SlotCodecs
 from ds_hybridep.sync.memory import CodecMemory, HeldSum, ParameterCodecs
 from ds_hybridep.sync.messages import NARROW, PacketPart, split
 from ds_hybridep.sync.mirrors import HeldSlot
@@ -39,7 +39,7 @@ from ds_hybridep.transport.streams import DeviceStreams
 
 
 class FlatSlots:
-    """One flat buffer as a gather or a reduce sees it (`sync.transfers.Slots`).
+    """One flat buffer as a gather and a reduce see it (`sync.transfers.ValueSlots` and `SumSlots`).
 
     Args:
         values: by slot, contiguous and flat.
@@ -180,8 +180,9 @@ class GroupSync:
         else:
             slots_of = enumerate(cut(spans, even_bounds(spans, self.num_slots)))
             buffer = _SlottedBuffer(flat, [(slot, span) for slot, found in slots_of for span in found], self.num_slots)
-        sums = self._reduce(buffer, self._gradient_codecs(self.memory.sums, buffer), is_last=True)
-        self._give_to_all(buffer, self._gradient_codecs(self.memory.results, buffer), sums)
+        to_owners, to_all = self._gradient_codecs(buffer)
+        sums = self._reduce(buffer, to_owners, is_last=True)
+        self._give_to_all(buffer, to_all, sums)
         buffer.write_back()
 
     def reduce_to_owners(self, flat: Tensor, slices: Sequence[tuple[int, Span]], *, is_last: bool = True) -> None:
@@ -195,7 +196,7 @@ class GroupSync:
         by_slot = [(self._slot_of_index[owner], span) for owner, span in slices]
         # 16-bit values are copied anyway before anything is added to them.
         buffer = _SlottedBuffer(flat, by_slot, self.num_slots, copies=flat.dtype not in NARROW)
-        codecs = self._gradient_codecs(self.memory.sums, buffer)
+        codecs, _ = self._gradient_codecs(buffer)
         total = self._reduce(buffer, codecs, is_last=is_last)[self.own_slot]
         if is_last and codecs is not None and flat.dtype in NARROW:
             total = self._rounded(codecs.parts[self.own_slot], total, flat.dtype)
@@ -222,11 +223,12 @@ class GroupSync:
         self._earlier_sums.clear()
         self.waiting_names.clear()
 
-    def _gradient_codecs(self, feedback: ErrorFeedback, buffer: _SlottedBuffer) -> SlotCodecs | None:
-        """Return the codecs of a buffer, which keep what they leave out in `feedback`; None if nothing is encoded."""
-        if not self._encodes_gradients:
-            return None
-        return self.memory.gradient_codecs(feedback, buffer.spans, buffer.values[self.own_slot])
+    def _gradient_codecs(self, buffer: _SlottedBuffer) -> tuple[SlotCodecs | None, SlotCodecs | None]:
+        """Return the codecs of a buffer on the sums' way to owners, and on that to all ranks; None: not encoded."""
+        found = None
+        if self._encodes_gradients:
+            found = self.memory.gradient_codecs(buffer.spans, buffer.values[self.own_slot])
+        return found or (None, None)
 
     def _reduce(self, buffer: _SlottedBuffer, codecs: SlotCodecs | None, *, is_last: bool) -> Sequence[Tensor]:
         """Return sums by slot; that of the own slot is complete if `is_last`."""
@@ -261,7 +263,7 @@ class GroupSync:
     def _rounded(self, parts: tuple[PacketPart, ...], total: Tensor, dtype: torch.dtype) -> Tensor:
         """Return the sum of the own slot as `dtype`; what that loses goes into later sums."""
         rounded, loss_scale = self.memory.rounded.senders[0], self.encoding.loss_scale()
-        rounded.take(parts, split(total, parts), loss_scale)
+        rounded.move_residuals(parts, split(total, parts), loss_scale)
         result = total.to(dtype)
         rounded.leave_out(parts, split(total - result, parts), loss_scale)
         return result

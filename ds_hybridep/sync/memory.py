@@ -24,7 +24,7 @@ from ds_hybridep.sync.mirrors import HeldSlot, Mirror, PatchReplica, PatchSender
 from ds_hybridep.sync.stages import SlotKey
 from ds_hybridep.sync.transaction import Transaction
 
-MOST_BUFFERS = 64  # whose layouts are remembered for each way; they follow from their spans
+MOST_BUFFERS = 64  # whose layouts are remembered; they follow from their spans
 
 
 class HeldSum:
@@ -60,7 +60,7 @@ class HeldSum:
     def _decoded(self, message: Tensor) -> Tensor:
         total = torch.zeros(self._place.shape, device=self._place.device)
         sums = split(total, self._layout.parts)
-        self._receiver.add(self._layout, message, sums, self._scale)
+        self._receiver.decode_add(self._layout, message, sums, self._scale)
         return total
 
 
@@ -181,8 +181,7 @@ class CodecMemory:
         self.parameters: dict[str, ParameterCodecs] = {}  # by dtype and spans
         self.counters = CodecCounters()  # what codecs did
         self._nothing = ErrorFeedback("", (), Home(device), transaction, rank=rank)
-        # By dtype and spans, the latest ones.
-        self._buffers: dict[ErrorFeedback, dict[str, SlotCodecs]] = {self.sums: {}, self.results: {}}
+        self._buffers: dict[str, tuple[SlotCodecs, SlotCodecs]] = {}  # by dtype and spans, the latest ones
         self._slices: dict[Span, list[tuple[int, Span]]] = {}  # of sums for all ranks: (slot, part of the span)
         self._saved_parameters: dict[str, Any] = {}  # states of buffers that were not asked for yet
         self._num_ranks = num_ranks
@@ -210,26 +209,30 @@ class CodecMemory:
 
     # -- buffers ----------------------------------------------------------------------------------------------------
 
-    def gradient_codecs(
-        self, feedback: ErrorFeedback, spans: Sequence[tuple[Span, ...]], like: Tensor
-    ) -> SlotCodecs | None:
-        """Return the codecs of a flat buffer of gradients on one of their ways; None if they travel as they are.
+    def gradient_codecs(self, spans: Sequence[tuple[Span, ...]], like: Tensor) -> tuple[SlotCodecs, SlotCodecs] | None:
+        """Return the codecs of a flat buffer on the sums' way to owners, and on that to all ranks.
 
-        feedback: `sums` or `results`.  spans: by slot; without their names nothing is encoded.
+        None if gradients travel as they are.
+
+        spans: by slot; without their names nothing is encoded.
         """
         is_known = all(span.name for slot in spans for span in slot)
         if not is_known or like.dtype == torch.float64:
             return None
-        buffers, key = self._buffers[feedback], f"{like.dtype} {hash_of(spans)}"
-        found = buffers.pop(key, None)
+        key = f"{like.dtype} {hash_of(spans)}"
+        found = self._buffers.pop(key, None)
         if found is None:
             parts: dict[SlotKey, tuple[PacketPart, ...]] = {
                 slot: packet_parts(held, like.dtype) for slot, held in enumerate(spans)
             }
-            found = SlotCodecs(parts, feedback, self.counters, loss_scale=self._encoding.loss_scale)
-        buffers[key] = found
-        while len(buffers) > MOST_BUFFERS:
-            buffers.pop(next(iter(buffers)))
+            loss_scale = self._encoding.loss_scale
+            found = (
+                SlotCodecs(parts, self.sums, self.counters, loss_scale=loss_scale),
+                SlotCodecs(parts, self.results, self.counters, loss_scale=loss_scale),
+            )
+        self._buffers[key] = found
+        while len(self._buffers) > MOST_BUFFERS:
+            self._buffers.pop(next(iter(self._buffers)))
         return found
 
     def slices(self, spans: Sequence[Span]) -> list[tuple[int, Span]]:

@@ -4,10 +4,13 @@
 A message holds one packet for each part of a slot, and e packets for a part of e tensors, for example e experts:
 
     [part 0, expert 0 | part 0, expert 1 | ... | padding | part 1, expert 0 | ...]
+
+Parts of one shape are encoded and decoded together, in a *batch*: many small matrices cost about as much as one.
+Packets, values and states are those of one part after the other, up to the rounding of an encoder.
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -16,11 +19,11 @@ import torch
 from torch import Tensor
 
 from ds_hybridep.codecs import Codec, CodecState
-from ds_hybridep.codecs.batches import add_batch, batches
 from ds_hybridep.geometry.packets import ALIGNMENT_BYTES
 from ds_hybridep.geometry.slots import Span, shapes_of
 
 BLOCK_ELEMENTS = 2**20  # converted at a time, because a copy of all may be too large
+MOST_ELEMENTS = 2**21  # of a batch: larger ones need memory, and are no faster
 
 # A patch can say how values of these types change.  Sums of such values are added up in fp32.
 NARROW = (torch.bfloat16, torch.float16)
@@ -65,7 +68,11 @@ class PacketPart:
 
 @dataclass(frozen=True)
 class MessageLayout:
-    """The packets of one slot, for one codec."""
+    """The packets of one slot, for one codec: where they lie in a message, and how they are encoded and decoded.
+
+    A batch is a list of places in `parts`.  Whoever keeps something of each part brings it batch by batch, so that no
+    more than one batch of it is fp32 on the device.
+    """
 
     codec: Codec
     parts: tuple[PacketPart, ...]
@@ -80,34 +87,84 @@ class MessageLayout:
         """The fp32 bytes of what a message stands for."""
         return sum(part.fp32_bytes for part in self.parts)
 
-    def new_message(self, device: torch.device) -> tuple[Tensor, list[Tensor]]:
-        """Return uint8 memory for a message to send, and the message's packets."""
-        message = torch.zeros(self.num_bytes, dtype=torch.uint8, device=device)  # nobody gets to see what was there
-        return message, self.packets(message)
+    def new_message(self, device: torch.device) -> Tensor:
+        """Return uint8 memory for a message to send."""
+        return torch.zeros(self.num_bytes, dtype=torch.uint8, device=device)  # nobody gets to see what was there
 
     def room(self, device: torch.device) -> Tensor:
         """Return uint8 memory for a message to receive."""
         return torch.empty(self.num_bytes, dtype=torch.uint8, device=device)
 
-    def packets(self, message: Tensor) -> list[Tensor]:
-        """Return views of a message, [e, packet_bytes] uint8 for each part."""
-        offset = message.storage_offset()
+    def packets(self, message: Tensor, batch: Iterable[int]) -> list[Tensor]:
+        """Return views of a message, [e, packet_bytes] uint8 for each part of a batch."""
+        offset, places = message.storage_offset(), self._places[1]
         return [
             message.as_strided((num_experts, num_bytes), (num_bytes, 1), offset + start)
-            for num_experts, num_bytes, start in self._places[1]
+            for num_experts, num_bytes, start in (places[at] for at in batch)
         ]
 
-    def add(self, message: Tensor, sums: Sequence[Tensor], factor: float = 1.0) -> None:
-        """Decode a message, and add what it holds, times `factor`, to `sums` ([e, *shape] fp32 for each part)."""
-        packets = self.packets(message)
-        matrices = [total.view(part.matrices) for part, total in zip(self.parts, sums, strict=True)]
-        for batch in self.batches:
-            add_batch(self.codec, [packets[at] for at in batch], [matrices[at] for at in batch], factor)
+    # -- encoding ---------------------------------------------------------------------------------------------------
+
+    def batches_to_encode(self, states: Sequence[CodecState]) -> list[list[int]]:
+        """Return the batches of parts of which the encoders, whose states these are, have made as many steps."""
+        return batches([part.matrices for part in self.parts], [state.step for state in states])
+
+    def encode_with_residual(
+        self,
+        message: Tensor,
+        gradients: Mapping[int, Tensor],
+        residuals: Mapping[int, Tensor],
+        states: Sequence[CodecState],
+    ) -> None:
+        """Encode gradient + residual of one batch into a message.  Residuals and states change in place.
+
+        gradients, residuals: fp32 [e, rows, cols] by place of the part.  states: of all parts.
+        """
+        self._encode(self.codec.encode_with_residual, message, gradients, residuals, states)
+
+    def encode_update(
+        self,
+        message: Tensor,
+        weights: Mapping[int, Tensor],
+        mirrors: Mapping[int, Tensor],
+        states: Sequence[CodecState],
+    ) -> None:
+        """Encode weight - mirror of one batch into a message.  Mirrors and states change in place.
+
+        weights, mirrors: fp32 [e, rows, cols] by place of the part.  states: of all parts.
+        """
+        self._encode(self.codec.encode_update, message, weights, mirrors, states)
+
+    def _encode(
+        self,
+        encode: Callable[..., Tensor],
+        message: Tensor,
+        tensors: Mapping[int, Tensor],
+        others: Mapping[int, Tensor],
+        states: Sequence[CodecState],
+    ) -> None:
+        of_batch, packets = [states[at] for at in tensors], self.packets(message, tensors)
+        encode_batch(encode, list(tensors.values()), list(others.values()), of_batch, packets)
+
+    # -- decoding ---------------------------------------------------------------------------------------------------
 
     @cached_property
     def batches(self) -> list[list[int]]:
-        """The places of parts that are decoded together."""
+        """All batches to decode."""
         return batches([part.matrices for part in self.parts])
+
+    def decode_add(self, message: Tensor, sums: Sequence[Tensor], factor: float = 1.0) -> None:
+        """Decode a message, and add what it holds, times `factor`, to `sums` ([e, *shape] fp32 for each part)."""
+        matrices = [total.view(part.matrices) for part, total in zip(self.parts, sums, strict=True)]
+        for batch in self.batches:
+            self.decode_add_batch(message, {at: matrices[at] for at in batch}, factor)
+
+    def decode_add_batch(self, message: Tensor, values: Mapping[int, Tensor], factor: float = 1.0) -> None:
+        """Decode one batch of a message, and add it, times `factor`, to `values`.
+
+        values: fp32 [e, rows, cols] by place of the part.
+        """
+        decode_add_batch(self.codec, self.packets(message, values), list(values.values()), factor)
 
     @cached_property
     def _places(self) -> tuple[int, list[tuple[int, int, int]]]:
@@ -118,6 +175,63 @@ class MessageLayout:
             places.append((part.num_experts, num_bytes, start))
             start += math.ceil(part.num_experts * num_bytes / ALIGNMENT_BYTES) * ALIGNMENT_BYTES
         return start, places
+
+
+# -- batches ------------------------------------------------------------------------------------------------------
+
+
+def batches(tensors: Sequence[tuple[int, int, int]], steps: Sequence[int] | None = None) -> list[list[int]]:
+    """Return the places of tensors [n, rows, cols] that go together, in the order of the first of each.
+
+    steps: that the encoder of each has made, which must be equal.
+    """
+    found: list[list[int]] = []
+    open_batches: dict[tuple[int, int, int], tuple[list[int], int]] = {}
+    for place, (n, rows, cols) in enumerate(tensors):
+        key = rows, cols, 0 if steps is None else steps[place]
+        batch, held = open_batches.get(key, ([], MOST_ELEMENTS))
+        if held + n * rows * cols > MOST_ELEMENTS:
+            batch, held = [], 0
+            found.append(batch)
+        batch.append(place)
+        open_batches[key] = batch, held + n * rows * cols
+    return found
+
+
+def encode_batch(
+    encode: Callable[..., Tensor], tensors: Sequence[Tensor], others: Sequence[Tensor], states: Sequence[CodecState],
+    packets: Sequence[Tensor],
+) -> None:  # fmt: skip
+    """Encode tensors of a batch to packets.  `others`, which are mirrors or residuals, and states change in place.
+
+    encode: `encode_update` or `encode_with_residual` of a codec.
+    """
+    if len(tensors) == 1:
+        encode(tensors[0], others[0], states[0], out=packets[0])
+        return
+    state, other = CodecState.cat(states), torch.cat(list(others))
+    found = encode(torch.cat(list(tensors)), other, state)
+    state.split_into(states)
+    sizes = [len(one) for one in tensors]
+    torch._foreach_copy_(list(others), list(other.split(sizes)))
+    torch._foreach_copy_(list(packets), list(found.split(sizes)))
+
+
+def decode_add_batch(codec: Codec, packets: Sequence[Tensor], sums: Sequence[Tensor], factor: float) -> None:
+    """Add what packets of a batch hold, times `factor`, to `sums` [n, rows, cols]."""
+    if len(sums) == 1 and factor == 1.0:
+        codec.decode_add(packets[0], sums[0])
+        return
+    sizes, joined = [len(one) for one in sums], torch.cat(list(packets))
+    if factor == 1.0:
+        total = codec.decode_add(joined, torch.cat(list(sums)))
+        torch._foreach_copy_(list(sums), list(total.split(sizes)))
+        return
+    found = codec.decode(joined, sums[0].new_empty(sum(sizes), *sums[0].shape[1:]))
+    torch._foreach_add_(list(sums), list(found.split(sizes)), alpha=factor)
+
+
+# -- parts and tensors --------------------------------------------------------------------------------------------
 
 
 def packet_parts(spans: Iterable[Span], dtype: torch.dtype = torch.float32) -> tuple[PacketPart, ...]:

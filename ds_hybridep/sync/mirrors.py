@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from ds_hybridep.codecs import Codec, PacketOrder, PatchCodec
-from ds_hybridep.codecs.batches import add_batch, batches, encode_batch
 from ds_hybridep.errors import PacketError
 from ds_hybridep.sync.home import Home
 from ds_hybridep.sync.messages import NARROW, MessageLayout, copy_to, load_states
@@ -67,14 +66,13 @@ class Mirror:
 
     def encode(self, weights: Sequence[Tensor]) -> list[Tensor]:
         """Return the uint8 message that brings every replica closer to `weights` ([e, *shape] for each part)."""
-        message, packets = self.layout.new_message(self.home.device)
-        for batch in batches([part.matrices for part in self.layout.parts], [one.step for one in self.states]):
-            matrices = [self.layout.parts[at].as_matrices(weights[at]) for at in batch]
-            work = [self.home.fetch(self.values[at]) for at in batch]
-            states, places = [self.states[at] for at in batch], [packets[at] for at in batch]
-            encode_batch(self.layout.codec.encode_update, matrices, work, states, places)
-            for at, one in zip(batch, work, strict=True):
-                self.home.put(self.values[at], one)
+        layout, message = self.layout, self.layout.new_message(self.home.device)
+        for batch in layout.batches_to_encode(self.states):
+            matrices = {at: layout.parts[at].as_matrices(weights[at]) for at in batch}
+            mirrors = {at: self.home.fetch(self.values[at]) for at in batch}
+            layout.encode_update(message, matrices, mirrors, self.states)  # mirrors and states change
+            for at, mirror in mirrors.items():
+                self.home.put(self.values[at], mirror)
         return [message]
 
     def squared_distance(self, weights: Sequence[Tensor]) -> tuple[float, float]:
@@ -126,18 +124,15 @@ class Replica:
                 value.copy_(part.as_matrices(weight))
 
     def apply(self, messages: Sequence[Tensor]) -> list[Tensor]:
-        packets = self.layout.packets(messages[0])
-        self.order.check(packets[0])
+        (first,) = self.layout.packets(messages[0], [0])
+        self.order.check(first)
         self.order.advance()
         for batch in self.layout.batches:
-            is_shared = [self.values[at].data_ptr() == self._weights[at].data_ptr() for at in batch]
-            work = [
-                self.values[at] if shared else self.home.fetch(self.values[at])
-                for at, shared in zip(batch, is_shared, strict=True)
-            ]
-            add_batch(self.layout.codec, [packets[at] for at in batch], work, 1.0)
-            for at, shared, value in zip(batch, is_shared, work, strict=True):
-                if not shared:
+            shared = {at for at in batch if self.values[at].data_ptr() == self._weights[at].data_ptr()}
+            work = {at: self.values[at] if at in shared else self.home.fetch(self.values[at]) for at in batch}
+            self.layout.decode_add_batch(messages[0], work)
+            for at, value in work.items():
+                if at not in shared:
                     self.home.put(self.values[at], value)
                     self._weights[at].copy_(value.view(self._weights[at].shape))
         return list(messages)

@@ -20,14 +20,14 @@ from ds_hybridep.sync.error_feedback import SlotCodecs
 from ds_hybridep.sync.mirrors import HeldSlot
 from ds_hybridep.sync.stages import SlotKey, Stage
 from ds_hybridep.transport.channels import Purpose, Transfer, Transport
-from ds_hybridep.transport.streams import DeviceStreams, Mark, Part
+from ds_hybridep.transport.streams import DeviceStreams, Mark, PeerTensor
 
 _NOTHING = nullcontext()
 logger = logging.getLogger(__name__)
 
 
 class Slots(Protocol):
-    """What this rank holds of the data that a group of ranks shares: one slot for each owner."""
+    """What this rank knows of the data that a group of ranks shares: one slot for each owner."""
 
     name: str
     stages: tuple[Stage, ...]
@@ -40,9 +40,17 @@ class Slots(Protocol):
         """How the slots travel encoded; None if everything travels as it is."""
         ...
 
+
+class ValueSlots(Slots, Protocol):
+    """What a gather asks for."""
+
     def values(self, slot: SlotKey, *, trainable_only: bool) -> list[Tensor]:
         """Return the slot's values as they are held, one contiguous tensor for each message."""
         ...
+
+
+class SumSlots(Slots, Protocol):
+    """What a reduce asks for."""
 
     def sum_sizes(self, slot: SlotKey) -> list[tuple[int, torch.dtype]]:
         """Return the elements of each message of sums, and the type in which they go unencoded."""
@@ -68,7 +76,8 @@ class Slots(Protocol):
 class StagedTransfer(ABC):
     """A transfer in stages; each stage starts when the one before it has arrived.
 
-    Its work on a device runs in the side stream.  Call `join` before using what it brought.
+    A `StagePipeline` calls `advance`.  Its `progress` does so in the forward and the backward of every layer, once the
+    stage under way has arrived; else its `wait` does.  Work on a device runs in the side stream.
     """
 
     def __init__(self, slots: Slots, purpose: Purpose, stages: Sequence[Stage]) -> None:
@@ -93,7 +102,7 @@ class StagedTransfer(ABC):
                 self._transfer.wait()
                 self.crossed.append(self._transfer)
                 with _NOTHING if codecs is None else codecs.counters.timing("decode_s"):
-                    self._take_in()
+                    self._finish_stage()
             if self.stages_started == len(self.stages):
                 self._transfer = None
                 self.is_complete = True
@@ -102,8 +111,8 @@ class StagedTransfer(ABC):
             self._transfer = self._start_stage(self.stages[self.stages_started])
             self.stages_started += 1
 
-    def join(self) -> None:
-        """Make the current stream wait for the completed transfer."""
+    def wait_in_stream(self) -> None:
+        """Make the current stream wait for the completed transfer.  Does not block."""
         if self.slots.streams is not None:
             self.slots.streams.follow(self._completed)
 
@@ -120,7 +129,7 @@ class StagedTransfer(ABC):
         """Make memory for what the finished stage brought, and for what the next one leaves behind."""
 
     @abstractmethod
-    def _take_in(self) -> None:
+    def _finish_stage(self) -> None:
         """Use what the finished stage brought."""
 
 
@@ -136,9 +145,11 @@ class Gather(StagedTransfer):
         is_exact: True sends everything as it is, also what is not trained; replicas start again from that.
     """
 
+    slots: ValueSlots
+
     def __init__(
         self,
-        slots: Slots,
+        slots: ValueSlots,
         purpose: Purpose,
         messages: Mapping[int, Sequence[Tensor]],
         replicas: Mapping[SlotKey, HeldSlot],
@@ -149,12 +160,12 @@ class Gather(StagedTransfer):
         self._messages, self._replicas = messages, replicas
         self._is_exact = is_exact
         self._arrived: dict[SlotKey, list[Tensor]] = {}  # encoded messages by slot, kept for forwarding
-        self._fresh: list[tuple[SlotKey, int]] = []  # (slot, sender) of what the stage under way brings
+        self._fresh: list[tuple[SlotKey, int]] = []  # (slot, rank) of what the stage under way brings
 
     def _start_stage(self, stage: Stage) -> Transfer:
         assert stage.weights is not None, f"{self.slots.name}: level {stage.level} has no channel"
-        sends: list[Part] = []
-        receives: list[Part] = []
+        sends: list[PeerTensor] = []
+        receives: list[PeerTensor] = []
         for peer in stage.peers:
             for slot in peer.slots_here:
                 sends += [(peer.rank, tensor) for tensor in self._outgoing(slot, stage)]
@@ -183,11 +194,11 @@ class Gather(StagedTransfer):
         replica = self._replicas.get(slot)
         return None if replica is None or (replica.varies and needs_equal_lengths(stage)) else replica
 
-    def _take_in(self) -> None:
-        for slot, sender in self._fresh:
+    def _finish_stage(self) -> None:
+        for slot, src in self._fresh:
             replica, arrived = self._replicas.get(slot), self._arrived.get(slot)
             if replica is not None and arrived:
-                with _naming(sender, self.purpose):
+                with _naming(src, self.purpose):
                     self._arrived[slot] = replica.apply(arrived)
             elif replica is not None:
                 replica.assign(instead_of_messages=not self._is_exact)
@@ -195,12 +206,12 @@ class Gather(StagedTransfer):
 
 
 @contextmanager
-def _naming(sender: int, purpose: Purpose) -> Iterator[None]:
-    """Name the sender of a packet that cannot be applied, which ends the job."""
+def _naming(src: int, purpose: Purpose) -> Iterator[None]:
+    """Name the rank that has sent a packet that cannot be applied, which ends the job."""
     try:
         yield
     except PacketError as error:
-        raise CommunicationError(f"{purpose} from rank {sender}: {error}") from error
+        raise CommunicationError(f"{purpose} from rank {src}: {error}") from error
 
 
 def needs_equal_lengths(stage: Stage) -> bool:
@@ -211,7 +222,7 @@ class Reduce(StagedTransfer):
     """One reduce of gradients, fastest level first.
 
     Adds what arrives to the sums of its slot: of the own one, and of those that a slower stage sends on.  Where a
-    level has a codec, `codecs.encode` keeps what a message leaves out, and `codecs.add` decodes.
+    level has a codec, `codecs.encode` keeps what a message leaves out, and `codecs.decode_add` decodes.
 
     With two levels, the gradient of a replica at (0, 0) reaches an owner at (1, 1) by way of (0, 1).  That rank
     decodes it, adds it to its own sum in fp32, and encodes the sum anew, with its own residual.
@@ -220,15 +231,17 @@ class Reduce(StagedTransfer):
         stages: those of the group's stages to cross, by default all.
     """
 
-    def __init__(self, slots: Slots, purpose: Purpose, stages: Sequence[Stage] | None = None) -> None:
+    slots: SumSlots
+
+    def __init__(self, slots: SumSlots, purpose: Purpose, stages: Sequence[Stage] | None = None) -> None:
         super().__init__(slots, purpose, (slots.stages if stages is None else stages)[::-1])
-        self._arrivals: list[tuple[SlotKey, int, int, list[Tensor]]] = []  # (slot, level, sender, messages)
+        self._arrivals: list[tuple[SlotKey, int, int, list[Tensor]]] = []  # (slot, level, rank, messages)
         self._sent: list[Tensor] = []  # keeps messages alive until they have been sent
 
     def _start_stage(self, stage: Stage) -> Transfer:
         assert stage.gradients is not None, f"{self.slots.name}: level {stage.level} has no channel"
-        sends: list[Part] = []
-        receives: list[Part] = []
+        sends: list[PeerTensor] = []
+        receives: list[PeerTensor] = []
         for peer in stage.peers:
             for slot in peer.slots_there:
                 sends += [(peer.rank, message) for message in self._outgoing(slot, stage.level)]
@@ -266,15 +279,15 @@ class Reduce(StagedTransfer):
             for slot in (slot for peer in stage.peers for slot in peer.slots_there):
                 self.slots.codecs.make_residuals(slot, stage.level)
 
-    def _take_in(self) -> None:
-        for slot, level, sender, messages in self._arrivals:
-            with _naming(sender, self.purpose):
-                self._add(slot, level, sender, messages)
+    def _finish_stage(self) -> None:
+        for slot, level, src, messages in self._arrivals:
+            with _naming(src, self.purpose):
+                self._add(slot, level, src, messages)
         self._arrivals, self._sent = [], []
 
-    def _add(self, slot: SlotKey, level: int, sender: int, messages: Sequence[Tensor]) -> None:
+    def _add(self, slot: SlotKey, level: int, src: int, messages: Sequence[Tensor]) -> None:
         if (codecs := self._codecs_of(slot, level)) is not None:
-            codecs.add(slot, level, messages[0], sender=sender, sums=self.slots.sum_parts(slot))
+            codecs.decode_add(slot, level, messages[0], src=src, sums=self.slots.sum_parts(slot))
         else:
             for total, message in zip(self.slots.sums(slot), messages, strict=True):
                 total.add_(message)
@@ -320,7 +333,7 @@ class StagePipeline:
                 seen = self._transport.num_finished
                 self.progress()
                 if transfer.is_complete:
-                    transfer.join()
+                    transfer.wait_in_stream()
                     self._transport.count_waits(transfer.crossed)
                     return
                 if not self._transport.wait_for_more_than(seen, notice_s):

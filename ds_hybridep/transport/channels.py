@@ -27,7 +27,7 @@ from ds_hybridep.transport.diagnosis import UNEQUAL_CALLS
 from ds_hybridep.transport.job import first_line
 from ds_hybridep.transport.job_link import LinkSettings, open_link
 from ds_hybridep.transport.nccl import NcclBatch, NcclGroup
-from ds_hybridep.transport.streams import DeviceStreams, Part, Pinned, streams_of
+from ds_hybridep.transport.streams import DeviceStreams, PeerTensor, Pinned, streams_of
 from ds_hybridep.transport.waits import waiting
 
 _NO_RANGE = contextlib.nullcontext()
@@ -65,7 +65,9 @@ class Purpose:
 class Transfer:
     """A started batch of sends and receives.  `end_ns` is measured for background transfers only."""
 
-    def __init__(self, channel: "Channel", purpose: Purpose, sends: Sequence[Part], receives: Sequence[Part]) -> None:
+    def __init__(
+        self, channel: "Channel", purpose: Purpose, sends: Sequence[PeerTensor], receives: Sequence[PeerTensor]
+    ) -> None:
         self.channel, self.purpose = channel, purpose
         self.start_ns = self.end_ns = time.perf_counter_ns()
         self.num_bytes = sum(tensor.nbytes for _, tensor in (*sends, *receives))
@@ -200,7 +202,7 @@ class Channel:
                 self.name, self.ranks, streams, rank=job.rank, generation=job.generation, timeout_s=job.timeout_s
             )
 
-    def start(self, sends: Sequence[Part], receives: Sequence[Part], purpose: Purpose) -> Transfer:
+    def start(self, sends: Sequence[PeerTensor], receives: Sequence[PeerTensor], purpose: Purpose) -> Transfer:
         """Start sending and receiving; the tensors must stay untouched until the transfer has finished.
 
         Tensors on a device are sent after the work that is queued on the current stream.
@@ -230,7 +232,7 @@ class Channel:
         transfer.end_part()
         return transfer
 
-    def _post(self, transfer: Transfer, sends: Sequence[Part], receives: Sequence[Part]) -> None:
+    def _post(self, transfer: Transfer, sends: Sequence[PeerTensor], receives: Sequence[PeerTensor]) -> None:
         """Give messages in host memory to the link."""
         kind = str(transfer.purpose)
         for rank, tensor in receives:
@@ -246,7 +248,7 @@ class Channel:
                 transfer.add(send)
 
     def _start_on_device(
-        self, transfer: Transfer, streams: DeviceStreams, sends: Sequence[Part], receives: Sequence[Part]
+        self, transfer: Transfer, streams: DeviceStreams, sends: Sequence[PeerTensor], receives: Sequence[PeerTensor]
     ) -> None:
         if self.has_equal_lengths:
             self.prepare(streams.device)

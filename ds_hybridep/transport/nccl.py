@@ -29,7 +29,7 @@ from torch import Tensor
 
 from ds_hybridep.errors import CommunicationError
 from ds_hybridep.transport.job import first_line, job_store
-from ds_hybridep.transport.streams import DeviceStreams, Mark, Part
+from ds_hybridep.transport.streams import DeviceStreams, Mark, PeerTensor
 from ds_hybridep.transport.waits import waiting
 
 NCCL_LOOK_S = 2e-4  # between two looks at a batch under way
@@ -39,7 +39,7 @@ _ONE_BATCH_AT_A_TIME = threading.Lock()
 class NcclBatch:
     """One batch under way; methods as those of `Pinned`."""
 
-    sends: Sequence[Part] = ()  # for the link
+    sends: Sequence[PeerTensor] = ()  # for the link
 
     def __init__(self, streams: DeviceStreams, arrived: Mark, tensors: Sequence[Tensor]) -> None:
         self._streams, self._arrived, self._tensors = streams, arrived, tensors
@@ -96,7 +96,7 @@ class NcclGroup:
                 "first error, and at NCCL_DEBUG=INFO"
             ) from error
 
-    def start(self, sends: Sequence[Part], receives: Sequence[Part]) -> NcclBatch:
+    def start(self, sends: Sequence[PeerTensor], receives: Sequence[PeerTensor]) -> NcclBatch:
         """Start one batch.  The other ranks must start their batches with this one in the same order."""
         with _ONE_BATCH_AT_A_TIME:
             self._group._start_coalescing(self._device)

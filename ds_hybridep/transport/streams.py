@@ -32,7 +32,7 @@ import torch
 from torch import Tensor
 
 Mark = Any  # a point in a stream
-Part = tuple[int, Tensor]  # (global rank, contiguous tensor that goes there or comes from there)
+PeerTensor = tuple[int, Tensor]  # (global rank, contiguous tensor that goes there or comes from there)
 
 
 class DeviceStreams:
@@ -82,7 +82,7 @@ class DeviceStreams:
         """Make the current stream wait for `mark`.  Does not block."""
         self._api.current_stream(self.device).wait_event(mark)
 
-    def join(self) -> None:
+    def wait_for_side(self) -> None:
         """Make the current stream wait for all work queued on the side stream so far.  Does not block."""
         mark = self._api.Event()
         mark.record(self._side)
@@ -100,7 +100,7 @@ class Pinned:
     """
 
     def __init__(
-        self, streams: DeviceStreams, sends: Sequence[Part], receives: Sequence[Part], *, is_awaited: bool
+        self, streams: DeviceStreams, sends: Sequence[PeerTensor], receives: Sequence[PeerTensor], *, is_awaited: bool
     ) -> None:
         self._streams = streams
         self._origins, self._places = [tensor for _, tensor in sends], [tensor for _, tensor in receives]

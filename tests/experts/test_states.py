@@ -1,36 +1,44 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The states of a layer's experts, and what brings them from one to the next; without any communication."""
+"""The states of a layer's weights and gradients, and what brings them from one to the next; nothing communicates."""
 
 from unittest import mock
 
 import pytest
 
 from ds_hybridep.errors import GradientNotReturnedError
-from ds_hybridep.experts import migration
-from ds_hybridep.experts.migration import Gradients, LayerExperts, ReturnHandle, Weights
+from ds_hybridep.experts import gradient_return, migration
+from ds_hybridep.experts.gradient_return import GradientReturn, ReturnHandle, ReturnState
+from ds_hybridep.experts.migration import LayerExperts, Weights
 
 
 @pytest.fixture
 def layer():
-    replicas = mock.Mock(codecs=None, streams=None)
+    replicas = mock.Mock(codecs=None, streams=None, counting_wait=mock.MagicMock())
     replicas.name = "moe"  # not an argument: that would name the mock
-    replicas.take_returned.return_value = ["what came back"]
+    sums = mock.Mock()
+    sums.pop_returned.return_value = ["what came back"]
     with (
         mock.patch.object(migration, "make_shipment", return_value=mock.Mock()),
-        mock.patch.object(migration, "Reduce", side_effect=lambda *_: mock.Mock()),
+        mock.patch.object(gradient_return, "Reduce", side_effect=lambda *_: mock.Mock()),
+        mock.patch.object(gradient_return, "GradientSums", return_value=sums),
     ):
-        yield LayerExperts(replicas, mock.Mock(), mock.Mock())
+        yield LayerExperts(replicas, mock.Mock(), GradientReturn(replicas, mock.Mock(), lambda: True))
+
+
+@pytest.fixture
+def gradients(layer: LayerExperts) -> GradientReturn:
+    return layer.gradients
 
 
 def test_weights_are_stale_then_on_their_way_then_fresh(layer: LayerExperts) -> None:
     assert layer.weights is Weights.STALE
     layer.ship(is_exact=True)
     assert layer.weights is Weights.SHIPPING
-    layer.weight_pipeline.wait.assert_not_called()  # to ship does not block
+    layer.pipeline.wait.assert_not_called()  # to ship does not block
     layer.finish_shipment()
     assert layer.weights is Weights.FRESH
     layer.finish_shipment()
-    layer.weight_pipeline.wait.assert_called_once()
+    layer.pipeline.wait.assert_called_once()
 
 
 def test_weights_that_change_while_they_travel_stay_stale(layer: LayerExperts) -> None:
@@ -40,57 +48,59 @@ def test_weights_that_change_while_they_travel_stay_stale(layer: LayerExperts) -
     assert layer.weights is Weights.STALE
 
 
-def test_gradients_accumulate_return_and_are_gone(layer: LayerExperts) -> None:
+def test_gradients_accumulate_return_and_are_gone(gradients: GradientReturn) -> None:
     handle = ReturnHandle()
-    layer.add_gradients([])
-    layer.add_gradients([])
-    assert layer.gradients is Gradients.ACCUMULATING
-    layer.start_return(handle)
-    assert layer.gradients is Gradients.RETURNING
-    assert layer.finish_return(handle) == ["what came back"]
-    assert layer.gradients is Gradients.EMPTY
-    assert layer.finish_return(handle) == ["what came back"]  # for a second node, without another wait
-    layer.gradient_pipeline.wait.assert_called_once()
+    gradients.add([])
+    gradients.add([])
+    assert gradients.state is ReturnState.ACCUMULATING
+    gradients.start(handle)
+    assert gradients.state is ReturnState.RETURNING
+    assert gradients.finish(handle) == ["what came back"]
+    assert gradients.state is ReturnState.EMPTY
+    assert gradients.finish(handle) == ["what came back"]  # for a second node, without another wait
+    gradients.pipeline.wait.assert_called_once()
 
 
-def test_a_layer_that_runs_twice_in_a_backward_finishes_its_first_return_before_it_adds(layer: LayerExperts) -> None:
+def test_a_layer_that_runs_twice_in_a_backward_finishes_its_first_return_before_it_adds(
+    gradients: GradientReturn,
+) -> None:
     first, second = ReturnHandle(), ReturnHandle()
-    layer.add_gradients([])
-    layer.start_return(first)
-    layer.add_gradients([])
-    assert (first.collected, layer.gradients) == (["what came back"], Gradients.ACCUMULATING)
-    layer.start_return(second)
-    assert layer.returning is second
+    gradients.add([])
+    gradients.start(first)
+    gradients.add([])
+    assert (first.returned, gradients.state) == (["what came back"], ReturnState.ACCUMULATING)
+    gradients.start(second)
+    assert gradients.returning is second
 
 
-def test_gradients_that_are_dropped_on_their_way_are_taken_in_first(layer: LayerExperts) -> None:
+def test_gradients_that_are_dropped_on_their_way_are_taken_in_first(gradients: GradientReturn) -> None:
     handle = ReturnHandle()
-    layer.add_gradients([])
-    layer.start_return(handle)
+    gradients.add([])
+    gradients.start(handle)
     under_way = handle.reduce
-    layer.drop_gradients()
-    layer.gradient_pipeline.wait.assert_called_once_with(under_way)
-    assert (layer.gradients, layer.returning) == (Gradients.EMPTY, None)
-    assert (handle.reduce, handle.collected) == (None, None)  # nothing is kept for a graph that may live on
+    gradients.drop()
+    gradients.pipeline.wait.assert_called_once_with(under_way)
+    assert (gradients.state, gradients.returning) == (ReturnState.EMPTY, None)
+    assert (handle.reduce, handle.returned) == (None, None)  # nothing is kept for a graph that may live on
 
 
-def test_gradients_that_are_dropped_before_they_leave_need_no_wait(layer: LayerExperts) -> None:
-    layer.add_gradients([])
-    layer.drop_gradients()
-    layer.gradient_pipeline.wait.assert_not_called()
-    layer.replicas.drop_all_sums.assert_called_once()
-    assert layer.gradients is Gradients.EMPTY
+def test_gradients_that_are_dropped_before_they_leave_need_no_wait(gradients: GradientReturn) -> None:
+    gradients.add([])
+    gradients.drop()
+    gradients.pipeline.wait.assert_not_called()
+    gradients.sums.drop_all.assert_called_once()
+    assert gradients.state is ReturnState.EMPTY
 
 
-def test_dropping_nothing_touches_nothing(layer: LayerExperts) -> None:
-    layer.drop_gradients()
-    assert layer.gradients is Gradients.EMPTY
-    layer.replicas.drop_all_sums.assert_not_called()
+def test_dropping_nothing_touches_nothing(gradients: GradientReturn) -> None:
+    gradients.drop()
+    assert gradients.state is ReturnState.EMPTY
+    gradients.sums.drop_all.assert_not_called()
 
 
-def test_a_backward_of_before_a_change_of_plan_is_refused(layer: LayerExperts) -> None:
-    version = layer.replicas.version = 3
-    layer.refuse_old(version)
-    layer.replicas.version = 4
+def test_a_backward_of_before_a_change_of_plan_is_refused(gradients: GradientReturn) -> None:
+    version = gradients.replicas.version = 3
+    gradients.refuse_old(version)
+    gradients.replicas.version = 4
     with pytest.raises(GradientNotReturnedError, match="moe: this backward belongs to a forward that ran before"):
-        layer.refuse_old(version)
+        gradients.refuse_old(version)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How many files a token, an expert's weight and a dense gradient pass in a warm training step.
+"""How many files a token, an expert's weight, its gradient and a dense gradient pass in a warm training step.
 
 So many files a reader opens to follow them.
 """
@@ -67,16 +67,21 @@ def follow_a_token(case: Case = ONE_RANK_EACH) -> set[tuple[str, str]]:
     return recorder.entered
 
 
-def follow_an_expert() -> set[tuple[str, str]]:
-    """Functions entered from one warm optimizer step to the next, both included."""
+def follow_an_expert() -> tuple[set[tuple[str, str]], set[tuple[str, str]]]:
+    """Functions entered by a warm step and the forward behind it, and by the backward behind that."""
     with recording() as recorder, engine_of(ALL_RANKS, with_block=True) as engine:
         train(engine, ALL_RANKS, 0, 2)
         engine.backward(engine(*batch_of(ALL_RANKS, 2)))
         recorder.is_on = True
         engine.step()
-        train(engine, ALL_RANKS, 3, 1)
+        loss = engine(*batch_of(ALL_RANKS, 3))
         recorder.is_on = False
-    return recorder.entered
+        of_weight, recorder.entered = recorder.entered, set()
+        recorder.is_on = True
+        engine.backward(loss)
+        recorder.is_on = False
+        engine.step()
+    return of_weight, recorder.entered
 
 
 def follow_tokens_with_and_without_dense_gradients() -> tuple[set[tuple[str, str]], set[tuple[str, str]]]:
@@ -104,11 +109,14 @@ def test_a_token_passes_six_files(pool2: ProcessPool) -> None:
         assert len(files_of(entered)) <= 6, files_of(entered)
 
 
-def test_the_weight_of_an_expert_passes_eight_files(pool2: ProcessPool) -> None:
+def test_an_expert_passes_nine_files_and_the_backward_of_its_gradient_seven(pool2: ProcessPool) -> None:
     only_tokens = files_of(pool2.run(follow_a_token)[0]) - SHARED
-    for entered in pool2.run(follow_an_expert):
-        assert {("transport/channels.py", "start"), ("experts/migration.py", "backward")} <= entered
-        assert len(files_of(entered) - only_tokens) <= 8, sorted(files_of(entered) - only_tokens)
+    for of_weight, of_gradient in pool2.run(follow_an_expert):
+        assert {("transport/channels.py", "start"), ("experts/migration.py", "finish_shipment")} <= of_weight
+        assert {("transport/channels.py", "start"), ("experts/gradient_return.py", "backward")} <= of_gradient
+        files = files_of(of_weight | of_gradient) - only_tokens
+        assert len(files) <= 9, sorted(files)
+        assert len(files_of(of_gradient) - only_tokens) <= 7, sorted(files_of(of_gradient) - only_tokens)
 
 
 def test_a_dense_gradient_passes_six_files(pool2: ProcessPool) -> None:

@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_leaves
 
 from ds_hybridep.deepspeed import supported
 from ds_hybridep.errors import UnsupportedError
+from ds_hybridep.experts.gradient_return import GradientSums
 from ds_hybridep.experts.replicas import Replicas, make_shipment
 from ds_hybridep.geometry.cluster import Cluster, Level
 from ds_hybridep.geometry.partition import Partition
@@ -114,11 +115,12 @@ def test_migration_of_a_layer_stays_on_the_device(weights_codec: str, gradient_c
         replicas = Replicas("layer", experts, partition, stages, rank=1, encoding=encoding, transaction=transaction)
         for is_exact in (True, False, False):
             shipment = make_shipment(replicas, is_exact=is_exact)
-            replicas.add_gradients(map(torch.empty_like, replicas.trainable_weights(replicas.replica_slots)))
-            for transfer in (shipment, Reduce(replicas, Purpose("expert_gradients", "return"))):
+            sums = GradientSums(replicas)
+            sums.add(map(torch.empty_like, replicas.trainable_weights(replicas.replica_slots)))
+            for transfer in (shipment, Reduce(sums, Purpose("expert_gradients", "return"))):
                 while not transfer.is_complete:
                     transfer.advance()
-            replicas.take_returned()
+            sums.pop_returned()
             replicas.own.free()
             transaction.undo()
     assert all(sent == received for sent, received in channel.num_bytes)

@@ -104,7 +104,7 @@ def test_training_over_streams_has_no_race_and_the_losses_of_a_cpu(pool2: Proces
 WAITS = {
     "encode behind the copy of the weights": ("lossy", "make_shipment"),
     "send behind what made it": ("exact", "StagedTransfer.advance", "DeviceStreams.within", "!Pinned"),
-    "forward behind the decoding": ("lossy", "StagedTransfer.join"),
+    "forward behind the decoding": ("lossy", "StagedTransfer.wait_in_stream"),
     "report behind encoding": ("lossy", "RuntimeStatistics._codec_counters"),
     "release behind encoding": ("without reports", "LayerExperts.release"),
     "copy to the host behind what is sent": ("exact", "Pinned.__init__"),

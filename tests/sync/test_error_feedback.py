@@ -43,7 +43,7 @@ class Sender:
 
     def receive(self, message: torch.Tensor, scale: float = 1.0) -> list[torch.Tensor]:
         found = [torch.zeros(part.num_experts, *part.shape) for part in self.parts]
-        self.other.receiver(0, 0).add(MessageLayout(self.codec, self.parts), message, found, scale)
+        self.other.receiver(0, 0).decode_add(MessageLayout(self.codec, self.parts), message, found, scale)
         return found
 
     def residuals(self) -> list[torch.Tensor]:
@@ -178,7 +178,7 @@ def test_residuals_in_host_memory_are_there_before_they_are_handed_over(monkeypa
     part, codec = part_of(), make_codec("int4", kernels="reference")
     feedback = ErrorFeedback("moe", [codec], Home(CPU, True), Transaction(), rank=0)
     codecs = SlotCodecs({0: (part_of(slot=0),), 1: (part,)}, feedback)
-    feedback.senders[0].prepare(part)
+    feedback.senders[0].make_residuals(part)
     late = normal(6)
     monkeypatch.setattr(Home, "wait", lambda _: feedback.residuals[0].copy_(late))
     sent: list[torch.Tensor] = []

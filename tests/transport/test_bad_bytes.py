@@ -98,11 +98,11 @@ def test_a_patch_that_was_changed_is_refused_and_its_sender_named(changes, cut, 
     held = old.clone()
     gather = gather_of(PatchReplica(PatchCodec(kernels="reference"), [held]), message)
     if torch.equal(message, whole) and not is_of_other_step:
-        gather._take_in()
+        gather._finish_stage()
         assert torch.equal(held, new)
         return
     with pytest.raises(CommunicationError, match="gather of weights of blocks.1.moe from rank 7: "):
-        gather._take_in()
+        gather._finish_stage()
 
 
 def test_nothing_from_the_network_or_from_files_is_unpickled():

@@ -7,10 +7,16 @@ from codec_cases import BALANCED, assert_same_bits, make_codec, normal
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ds_hybridep.codecs.batches import MOST_ELEMENTS, add_batch, batches, encode_batch
 from ds_hybridep.geometry.slots import whole
 from ds_hybridep.sync.home import Home
-from ds_hybridep.sync.messages import MessageLayout, packet_parts
+from ds_hybridep.sync.messages import (
+    MOST_ELEMENTS,
+    MessageLayout,
+    batches,
+    decode_add_batch,
+    encode_batch,
+    packet_parts,
+)
 from ds_hybridep.sync.mirrors import Mirror, Replica
 
 CPU = torch.device("cpu")
@@ -59,7 +65,7 @@ def test_a_batch_is_decoded_to_the_bits_of_its_tensors():
     packets = [codec.encode(normal(n, 40, 30), codec.new_state(n, 40, 30)) for n in counts]
     for factor in (1.0, 0.375):
         sums, alone = ([normal(n, 40, 30, seed=1) for n in counts] for _ in range(2))
-        add_batch(codec, packets, sums, factor)
+        decode_add_batch(codec, packets, sums, factor)
         for one, other, packet in zip(sums, alone, packets, strict=True):
             assert_same_bits(one, other + codec.decode(packet, torch.empty_like(other)) * factor)
 
