@@ -422,7 +422,7 @@ def test_noisy_steps_bring_no_change_once_a_choice_is_over():
     ).run(60)
     assert not done.chooser.is_open
     changes = len(done.changes)
-    assert len(done.run(1000).changes) == changes
+    assert len(done.run(300).changes) == changes
 
 
 def test_steps_from_before_a_change_are_not_believed():

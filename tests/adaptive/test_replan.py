@@ -525,7 +525,7 @@ def test_what_is_carried_is_added_once_and_kept_until_a_step_used_it(pool2: Proc
         assert after_next == 0
 
 
-@pytest.mark.parametrize("domain_size", [1, 2])
+@pytest.mark.parametrize("domain_size", [slow(1), 2])
 def test_a_checkpoint_holds_what_is_carried(pool2: ProcessPool, tmp_path, domain_size: int):
     case = world2(2, optimizer="sgd")
     for moved, without, again in pool2.run(

@@ -116,7 +116,7 @@ def fail_in_an_optimizer_step(case: Case, codecs: Any, state: str) -> bool:
 # -- the tests --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("state", ["device", "host"])
+@pytest.mark.parametrize("state", [pytest.param("device", marks=pytest.mark.slow), "host"])
 @pytest.mark.parametrize(
     ("codecs", "accumulation"),
     [

@@ -60,6 +60,7 @@ def test_verification_makes_no_copies_of_the_weights() -> None:
     assert growth_of(program) < 32
 
 
+@pytest.mark.slow
 def test_a_resume_under_another_plan_reads_only_what_concerns_the_own_experts(tmp_path: Path) -> None:
     big = torch.zeros(64 * MIB // 4)
     layer = {

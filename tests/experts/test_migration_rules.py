@@ -402,7 +402,8 @@ def optimizer_zero_grad_after_first_micro_step(trainer: Trainer) -> None:
                 trainer.engine.optimizer.zero_grad()
 
 
-@pytest.mark.parametrize("zero_stage", [slow(0), 1, slow(2)])
+@pytest.mark.slow  # test_forgotten_gradients.py has it with codecs
+@pytest.mark.parametrize("zero_stage", [0, 1, 2])
 def test_zero_grad_of_the_optimizer_in_the_middle_of_an_accumulation(pool4: ProcessPool, zero_stage: int) -> None:
     case = world4(2, 1, zero_stage=zero_stage, accumulation=3)
     assert_rules(pool4, [Rule(case=case, script=optimizer_zero_grad_after_first_micro_step)])
@@ -501,7 +502,7 @@ def run_with_layer_missing_at_boundary(rule: Rule) -> tuple[str, bool, int]:
         return str(caught.value), is_unchanged, trainer.engine.global_steps
 
 
-@pytest.mark.parametrize("zero_stage", [0, slow(1), 2])
+@pytest.mark.parametrize("zero_stage", [slow(0), slow(1), 2])
 def test_a_layer_unused_at_the_boundary_is_an_error(pool4: ProcessPool, zero_stage: int) -> None:
     case = world4(2, 1, zero_stage=zero_stage, accumulation=2, toy=ToyConfig(num_layers=3))
     results = pool4.run(run_with_layer_missing_at_boundary, rule=Rule(case=case, script=accumulate))
@@ -568,6 +569,7 @@ def test_two_forwards_then_two_backwards(
     assert_rules(pool4, [Rule(case=case, script=two_forwards_two_backwards)])
 
 
+@pytest.mark.slow  # test_running.py has two forwards, with accumulation
 def test_two_forwards_then_one_backward(pool4: ProcessPool) -> None:
     assert_rules(pool4, [Rule(case=world4(2, 1, zero_stage=1), script=two_forwards_one_backward)])
 
@@ -585,6 +587,7 @@ def backward_twice(trainer: Trainer) -> None:
             trainer.engine.step()
 
 
+@pytest.mark.slow  # test_forgotten_gradients.py has it with codecs
 def test_two_backwards_through_one_graph(pool4: ProcessPool) -> None:
     assert_rules(pool4, [Rule(case=world4(2, 1, accumulation=2, zero_stage=1), script=backward_twice)])
 

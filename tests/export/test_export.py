@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from exporting import Job, engine_of, exported, run, run_classic, save_in_all_ways, tokens_of, train
+from marks import slow
 from process_pool import ProcessPool
 from torch import Tensor
 from toy_model import build_model
@@ -98,7 +99,7 @@ def check(pool: ProcessPool, job: Job) -> None:
 FAMILIES = ("mixtral", "qwen3_moe", "deepseek_v3", "qwen3_5_moe")
 
 
-@pytest.mark.parametrize("zero_stage", [1, 3])
+@pytest.mark.parametrize("zero_stage", [slow(1), 3])
 def test_a_trained_model_loads_in_transformers(pool2: ProcessPool, tmp_path: Path, zero_stage: int) -> None:
     check(pool2, Job(folder=str(tmp_path), zero_stage=zero_stage, live=True))
 
@@ -159,6 +160,7 @@ def check_per_expert(job: Job, folder: Path) -> None:
         torch.testing.assert_close(base[weight] + scaling * b @ a, merged[weight], rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.slow  # without the block, below, and test_vllm.py
 def test_adapters_of_attention_load_in_peft(pool2: ProcessPool, tmp_path: Path) -> None:
     check_adapters(
         pool2, Job(folder=str(tmp_path), zero_stage=0, adapters="attention", without_frozen=True, live=True)

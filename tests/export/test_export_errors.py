@@ -149,6 +149,7 @@ class TestCheckpoints:
         model = AutoModelForCausalLM.from_pretrained(target, dtype="auto")
         assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
 
+    @pytest.mark.slow  # test_export.py loads with them, in a process that has both
     def test_plain_libraries_load_it(self, checkpoint: Path) -> None:
         """In a process that imports neither deepspeed nor ds_hybridep."""
         arguments = ["export", str(checkpoint / "checkpoint"), "--model", str(checkpoint / "base")]

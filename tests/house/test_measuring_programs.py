@@ -57,6 +57,7 @@ ELSEWHERE = {
     "gpu": "tests/house/test_gpu_page.py",
     "faults": "tests/house/test_faults.py",
 }
+IN_ONE_WORKER = pytest.mark.xdist_group("measuring programs")  # which runs them once
 ON_EMULATED_HOSTS = ("e2e", "sites", "cuts", "soak", "overlap", "replan")
 WITH_DELAY = ("latency", "link goodput", "soak", "cuts")
 
@@ -106,6 +107,7 @@ def marked(line: str) -> object:
     return pytest.param(line, marks=marks, id=" ".join(line.split()[:2]))
 
 
+@IN_ONE_WORKER
 @pytest.mark.parametrize("line", HERE)
 def test_the_smallest_form_runs_and_its_record_is_read_again(line: str, said_together: tuple[Path, list[str]]) -> None:
     folder, (_, *said) = said_together
@@ -132,6 +134,7 @@ def check(line: str, out: Path, said: str, again: str) -> None:
     assert again.strip() in said
 
 
+@IN_ONE_WORKER
 def test_each_program_is_listed_and_run_somewhere(said_together: tuple[Path, list[str]]) -> None:
     listed = re.findall(r"^  (\S+) ", said_together[1][0], re.M)
     assert sorted(listed) == sorted({line.split()[0] for line in (*HERE, *SLOW, *ELSEWHERE)})

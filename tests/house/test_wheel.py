@@ -29,7 +29,7 @@ print(type(load_kernels("auto")).__name__)
 
 
 def test_a_wheel_works_without_a_compiler(tmp_path: Path) -> None:
-    build = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(tmp_path), str(REPO_DIR)]
+    build = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(tmp_path), str(REPO_DIR)]
     subprocess.run(build, check=True, capture_output=True, timeout=500)
     (wheel,) = tmp_path.glob("*.whl")
     site = tmp_path / "site"

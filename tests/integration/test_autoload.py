@@ -9,7 +9,6 @@ from importlib.metadata import entry_points
 from pathlib import Path
 
 import pytest
-from marks import slow
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
@@ -294,9 +293,10 @@ print(os.path.exists(lock))
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("is_held", "has_deepspeed", "says"),
-    [(False, True, True), slow(True, True, False), slow(False, False, False)],
+    [(False, True, True), (True, True, False), (False, False, False)],
     ids=["interrupted", "under way", "without deepspeed"],
 )
 def test_a_start_that_waits_for_an_interrupted_build_says_so(tmp_path, is_held, has_deepspeed, says):

@@ -72,7 +72,7 @@ def train_compiled(case: Case, what: str, backend: str) -> tuple[list[float], li
         slow("wrapped model", {}),
         slow("experts", {}),
         slow("model", {"backend": "inductor"}),
-        pytest.param("decoder layers", {"family": "mixtral"}, marks=needs_transformers),
+        pytest.param("decoder layers", {"family": "mixtral"}, marks=[needs_transformers, pytest.mark.slow]),
         pytest.param("model", {"family": "mixtral"}, marks=[needs_transformers, pytest.mark.slow]),
     ],
     ids=str,

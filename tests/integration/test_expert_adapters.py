@@ -202,17 +202,19 @@ def test_only_factors_migrate_and_learn_the_same(
         assert later == [expected] * 3
 
 
-def test_frozen_weights_of_hot_experts_come_with_them(pool4: ProcessPool) -> None:
+@pytest.mark.slow
+@pytest.mark.parametrize("sizes", [(1, 1), (2, 1)], ids=str)
+def test_frozen_weights_of_hot_experts_come_with_them(pool4: ProcessPool, sizes: tuple[int, int]) -> None:
     toy = replace(SHAPE, drift=2)
-    for sizes in ((1, 1), (2, 1)):
-        case = case4("qwen3_moe", *sizes, toy=toy, hot_experts=2, steps=6, zero_stage=1)
-        for found in pool4.run(compare, case=case, targets=BOTH):
-            plain, hybrid = found["losses"]
-            assert hybrid == pytest.approx(plain, rel=FP32_TOLERANCE)
-            assert found["distance"] < FP32_TOLERANCE
-            assert found["hot_changes"] > 1
+    case = case4("qwen3_moe", *sizes, toy=toy, hot_experts=2, steps=6, zero_stage=1)
+    for found in pool4.run(compare, case=case, targets=BOTH):
+        plain, hybrid = found["losses"]
+        assert hybrid == pytest.approx(plain, rel=FP32_TOLERANCE)
+        assert found["distance"] < FP32_TOLERANCE
+        assert found["hot_changes"] > 1
 
 
+@pytest.mark.slow
 def test_groups_of_zero_3_have_hot_experts_of_their_own(pool4: ProcessPool) -> None:
     toy = replace(SHAPE, ep_size=2, drift=2)
     case = case4("qwen3_moe", 1, 1, toy=toy, hot_experts=1, steps=5, zero_stage=3)
@@ -239,6 +241,7 @@ def test_resume_is_bit_equal_and_a_load_of_the_module_only_is_what_training_goes
         assert found["distance"] < 0.5  # other factors are more than a whole length away
 
 
+@pytest.mark.slow
 def test_zero_3_saves_no_frozen_experts_with_the_block_or_without(pool4: ProcessPool, tmp_path: Path) -> None:
     case = case4("qwen3_moe", 2, 1, zero_stage=3)
     for messages in pool4.run(errors_of_saves, case=case, folder=str(tmp_path)):

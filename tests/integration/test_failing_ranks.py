@@ -162,7 +162,7 @@ def test_a_change_of_plan_that_fails_on_one_rank_loses_nothing(pool2: ProcessPoo
         assert found["again"] == ("", "")
 
 
-@pytest.mark.parametrize("domain_size", [1, 2])
+@pytest.mark.parametrize("domain_size", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_start_ups_stay_in_step_after_a_load_that_failed_on_one_rank(
     pool2: ProcessPool, tmp_path: Path, domain_size: int
 ) -> None:

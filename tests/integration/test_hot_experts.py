@@ -162,30 +162,35 @@ def assert_parity_and_changes(pool: ProcessPool, cases: list[Case]) -> None:
 
 @pytest.mark.core
 def test_zero_stages_with_accumulation_and_clipping(pool4: ProcessPool) -> None:
-    cases = [
-        hot4(1, 1, zero_stage=0, accumulation=2, optimizer="sgd"),
-        hot4(1, 1, zero_stage=1, accumulation=2, gradient_clipping=0.5),
-    ]
-    assert_parity_and_changes(pool4, cases)
-
-
-@pytest.mark.core
-def test_beside_domains_over_slower_levels(pool4: ProcessPool) -> None:
-    assert_parity_and_changes(pool4, [hot4(2, 1, zero_stage=2, accumulation=2)])
+    # Beside domains over slower levels.
+    assert_parity_and_changes(pool4, [hot4(2, 1, zero_stage=2, accumulation=2, gradient_clipping=0.5)])
 
 
 @pytest.mark.slow
 @pytest.mark.core
 def test_more_stages_and_16_bits(pool4: ProcessPool) -> None:
-    cases = [hot4(1, 1, zero_stage=2, accumulation=3), hot4(2, 1, optimizer="sgd"), hot4(2, 1, dtype="bf16")]
+    cases = [
+        hot4(1, 1, zero_stage=0, accumulation=2, optimizer="sgd"),
+        hot4(1, 1, zero_stage=1, accumulation=2, gradient_clipping=0.5),
+        hot4(1, 1, zero_stage=2, accumulation=3),
+        hot4(2, 1, optimizer="sgd"),
+        hot4(2, 1, dtype="bf16"),
+    ]
     assert_parity_and_changes(pool4, cases)
 
 
 def test_exchanges_and_other_levels(pool4: ProcessPool) -> None:
     cases = [
         hot4(1, 1, token_exchange="hierarchical", optimizer="sgd"),
-        hot4(1, 1, token_exchange="direct", hot_level=0, optimizer="sgd"),
         hot4(1, 2, hot_level=0, optimizer="sgd"),
+    ]
+    assert_parity_and_changes(pool4, cases)
+
+
+@pytest.mark.slow
+def test_more_exchanges_and_dropped_tokens(pool4: ProcessPool) -> None:
+    cases = [
+        hot4(1, 1, token_exchange="direct", hot_level=0, optimizer="sgd"),
         hot4(1, 1, toy=replace(FEW, drop_tokens=True), optimizer="sgd"),
     ]
     assert_parity_and_changes(pool4, cases)
@@ -216,7 +221,8 @@ def test_16_bits(pool4: ProcessPool) -> None:
     assert_parity_and_changes(pool4, [hot4(1, 1, dtype="bf16", zero_stage=1)])
 
 
-@pytest.mark.parametrize("zero_stage", [slow(0), 1, slow(2)])
+@pytest.mark.slow  # test_hot_codecs.py resumes with codecs too
+@pytest.mark.parametrize("zero_stage", [0, 1, 2])
 def test_a_resumed_run_is_equal_in_every_bit(pool4: ProcessPool, tmp_path: Path, zero_stage: int) -> None:
     case = hot4(1, 1, zero_stage=zero_stage)
     for found in pool4.run(resume_in_a_fresh_engine, case=case, folder=str(tmp_path)):
@@ -226,7 +232,7 @@ def test_a_resumed_run_is_equal_in_every_bit(pool4: ProcessPool, tmp_path: Path,
         assert found["is_equal"]
 
 
-@pytest.mark.parametrize("domain_size", [1, 2])
+@pytest.mark.parametrize("domain_size", [slow(1), 2])
 def test_a_changed_replica_of_a_hot_expert_is_noticed(pool4: ProcessPool, domain_size: int) -> None:
     messages = pool4.run(
         change_a_replica, case=hot4(domain_size, 1, toy=replace(FEW, drift=0, starved_experts=(2, 3))), place=0
@@ -257,6 +263,7 @@ def test_loads_are_in_the_report_in_show_and_in_the_trace(pool4: ProcessPool, tm
     assert counters[0]["args"].keys() == {"load_before", "load_after"}
 
 
+@pytest.mark.slow  # the limits of several plans, below, would be wrong too
 def test_memory_limits_the_number_of_hot_experts(pool4: ProcessPool) -> None:
     case = hot4(1, 1)
     one_expert = 2 * 4 * (16 * 32 + 32 + 32 * 16 + 16) * case.toy.num_layers  # weights and gradient sums
@@ -267,6 +274,7 @@ def test_memory_limits_the_number_of_hot_experts(pool4: ProcessPool) -> None:
         assert any(layer["hot_experts"] for layer in layers) == (most > 0)
 
 
+@pytest.mark.slow
 def test_what_codecs_leave_out_counts_as_memory(pool4: ProcessPool) -> None:
     case = hot4(1, 1)
     one_expert = 3 * 4 * (16 * 32 + 32 + 32 * 16 + 16) * case.toy.num_layers  # weights, gradient sums, residuals
@@ -295,28 +303,33 @@ def test_hot_experts_change_one_step_after_the_routing(pool4: ProcessPool) -> No
                 assert set(hot) <= preferred
 
 
-@pytest.mark.parametrize("sizes", [slow((1, 1)), (2, 1)])
+@pytest.mark.slow  # test_hot_codecs.py loads into an engine that went on, too
+@pytest.mark.parametrize("sizes", [(1, 1), (2, 1)])
 def test_an_engine_goes_back_to_its_checkpoint(pool4: ProcessPool, tmp_path: Path, sizes: tuple[int, int]) -> None:
     # Weights are still under way when the checkpoint is loaded, which has other hot experts.
     for straight, again in pool4.run(go_back, case=hot4(*sizes), folder=str(tmp_path)):
         assert again == straight
 
 
+@pytest.mark.slow  # test_hot_codecs.py has the same with codecs
 def test_a_checkpoint_is_loaded_in_the_middle_of_an_accumulation(pool4: ProcessPool, tmp_path: Path) -> None:
     case = hot4(1, 1, zero_stage=1, accumulation=2)
     for straight, again in pool4.run(go_back, case=case, folder=str(tmp_path), in_the_middle=True):
         assert again[0] == pytest.approx(straight[0], rel=FP32_TOLERANCE)
 
 
-@pytest.mark.parametrize("zero_stage", [slow(1), 3])
+@pytest.mark.slow
+@pytest.mark.parametrize("zero_stage", [1, 3])
 def test_replicas_are_those_of_this_step_beside_patches(pool4: ProcessPool, zero_stage: int) -> None:
-    case = hot4(2, 1, toy=replace(FEW, routing="learned"), family="mixtral", dtype="bf16", zero_stage=zero_stage)
+    toy = replace(FEW, routing="learned")
+    case = hot4(2, 1, toy=toy, family="mixtral", dtype="bf16", zero_stage=zero_stage, steps=4)
     exact, patched = (
         pool4.run(losses_with_slow_codec, case=case, codec={"weight_codec": codec}) for codec in ("identity", "patch")
     )
     assert patched == exact
 
 
+@pytest.mark.slow  # test_hot_codecs.py has exact sums beside such codecs
 def test_codecs_of_slower_levels(pool4: ProcessPool) -> None:
     codec = {"weight_codec": "int8", "gradient_codec": "int8"}
     for losses in pool4.run(losses_with_slow_codec, case=hot4(2, 1), codec=codec):

@@ -186,11 +186,16 @@ def attach_that_fails(case: Case) -> dict[str, Any]:
 # -- the tests --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("zero_stage", [0, pytest.param(1, marks=pytest.mark.slow), 2])
-@pytest.mark.parametrize("destroys", [True, False], ids=["destroyed", "dropped"])
-def test_an_engine_is_freed_when_it_would_be_without_the_block(zero_stage: int, destroys: bool) -> None:
+@pytest.mark.parametrize(
+    ("end", "zero_stage"),
+    [
+        slow("destroyed", 0), slow("destroyed", 1), ("destroyed", 2),
+        ("dropped", 0), slow("dropped", 1), slow("dropped", 2),
+    ],
+)  # fmt: skip
+def test_an_engine_is_freed_when_it_would_be_without_the_block(end: str, zero_stage: int) -> None:
     # DeepSpeed frees an engine that was dropped without ZeRO; under ZeRO only one that was destroyed.
-    case = world2(zero_stage=zero_stage)
+    case, destroys = world2(zero_stage=zero_stage), end == "destroyed"
     with ProcessPool(2) as pool:  # its own: what is never freed would be there for the next tests
         plain, hybrid = (
             pool.run(lives_on, case=case, with_block=with_block, destroys=destroys) for with_block in (False, True)
@@ -199,6 +204,7 @@ def test_an_engine_is_freed_when_it_would_be_without_the_block(zero_stage: int, 
     assert (plain == [[], []]) == (destroys or zero_stage == 0)
 
 
+@pytest.mark.slow  # one that is freed, above, leaves no threads
 def test_engines_dropped_one_after_another_train_alike_and_leave_no_threads_behind() -> None:
     with ProcessPool(2) as pool:
         for losses, num_threads in pool.run(drop_several, case=world2()):
@@ -206,7 +212,7 @@ def test_engines_dropped_one_after_another_train_alike_and_leave_no_threads_behi
             assert max(num_threads) <= 2 * num_threads[0]  # those of the engine before may be there too
 
 
-@pytest.mark.parametrize("family", [None, pytest.param("mixtral", marks=needs_transformers)])
+@pytest.mark.parametrize("family", [None, pytest.param("mixtral", marks=[needs_transformers, pytest.mark.slow])])
 @pytest.mark.parametrize("zero_stage", [slow(0), slow(1), 2])
 def test_a_start_that_fails_leaves_nothing_and_the_next_one_trains_as_if_it_had_not(
     pool2: ProcessPool, family: str | None, zero_stage: int
@@ -222,7 +228,7 @@ def test_a_start_that_fails_leaves_nothing_and_the_next_one_trains_as_if_it_had_
 
 
 @needs_transformers
-@pytest.mark.parametrize("with_block", [True, False])
+@pytest.mark.parametrize("with_block", [True, slow(False)])
 def test_an_autoep_model_whose_start_failed_trains_as_if_it_had_not(pool2: ProcessPool, with_block: bool) -> None:
     case = world2(family="mixtral")
     retried = pool2.run(retry_on_the_same_model, case=case, with_block=with_block)
@@ -249,6 +255,7 @@ def test_a_second_engine_with_groups_of_another_size_is_refused(pool2: ProcessPo
         assert "layers for 2; use the same size" in message
 
 
+@pytest.mark.slow
 def test_attaching_that_fails_at_its_end_leaves_nothing(pool2: ProcessPool) -> None:
     case = world2(dtype="bf16")
     losses = pool2.run(losses_without_a_failure, case=case)

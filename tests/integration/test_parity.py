@@ -28,15 +28,16 @@ def world8(*domain_sizes: int, ep_size: int = 8, toy: ToyConfig | None = None, *
 @pytest.mark.core
 def test_every_plan_of_four_ranks(pool4: ProcessPool) -> None:
     # SGD sees the scale of a gradient at once; one plain run serves all four.
-    assert_parity(pool4, [world4(a, b, optimizer="sgd") for a in (1, 2) for b in (1, 2)])
+    assert_parity(pool4, [world4(a, b, optimizer="sgd", steps=3) for a in (1, 2) for b in (1, 2)])
 
 
 @pytest.mark.core
 def test_zero_stages_with_accumulation(pool4: ProcessPool) -> None:
-    stage1 = world4(2, 1, zero_stage=1, accumulation=2, gradient_clipping=0.5)
-    stage2 = world4(2, 2, zero_stage=2, accumulation=3)
+    stage0 = world4(2, 1, zero_stage=0, accumulation=2, steps=3)
+    stage1 = world4(2, 1, zero_stage=1, accumulation=2, gradient_clipping=0.5, steps=3)
+    stage2 = world4(2, 2, zero_stage=2, accumulation=3, steps=3)
     on_host = [replace(one, offload="hybrid") for one in (stage1, stage2)]
-    assert_parity(pool4, [world4(2, 1, zero_stage=0, accumulation=2), stage1, on_host[0], stage2, on_host[1]])
+    assert_parity(pool4, [stage0, stage1, on_host[0], stage2, on_host[1]])
 
 
 @pytest.mark.slow
@@ -58,8 +59,8 @@ def test_optimizer_on_the_host_in_both_runs(pool4: ProcessPool) -> None:
 def test_checkpointing_repeats_no_exchange_of_experts_and_loses_no_gradient(pool4: ProcessPool) -> None:
     toy = ToyConfig(num_layers=3)
     cases = [
-        world4(2, 1, toy=replace(toy, checkpointing="nonreentrant"), zero_stage=2, accumulation=2),
-        world4(1, 2, toy=replace(toy, checkpointing="reentrant"), prefetch_depth=5, evaluate=True),
+        world4(2, 1, toy=replace(toy, checkpointing="nonreentrant"), zero_stage=2, accumulation=2, steps=3),
+        world4(1, 2, toy=replace(toy, checkpointing="reentrant"), prefetch_depth=5, evaluate=True, steps=3),
     ]
     assert_parity(pool4, cases)
 
@@ -120,8 +121,8 @@ def test_groups_smaller_than_the_world(pool4: ProcessPool) -> None:
 def test_uneven_and_empty_batches(pool4: ProcessPool) -> None:
     toy = ToyConfig(drop_tokens=False)
     cases = [
-        world4(2, 1, toy=toy, batch_sizes=(4, 0, 6, 3), zero_stage=2, accumulation=2),
-        world4(1, 2, toy=replace(toy, checkpointing="nonreentrant"), batch_sizes=(0, 4, 4, 4), zero_stage=2),
+        world4(2, 1, toy=toy, batch_sizes=(4, 0, 6, 3), zero_stage=2, accumulation=2, steps=3),
+        world4(1, 2, toy=replace(toy, checkpointing="nonreentrant"), batch_sizes=(0, 4, 4, 4), zero_stage=2, steps=3),
     ]
     assert_parity(pool4, cases)
 
@@ -161,7 +162,7 @@ def test_tokens_left_to_deepspeed(pool4: ProcessPool) -> None:
 
 def test_two_ranks_and_one_level(pool2: ProcessPool) -> None:
     toy = ToyConfig(ep_size=2)
-    cases = [Case(levels=levels_of((2,), (size,)), toy=toy, kernels="reference") for size in (1, 2)]
+    cases = [Case(levels=levels_of((2,), (size,)), toy=toy, kernels="reference", steps=3) for size in (1, 2)]
     assert_parity(pool2, cases)
 
 

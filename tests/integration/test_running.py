@@ -4,6 +4,7 @@
 import importlib.util
 import time
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from marks import slow
 from parity import BF16_LOSS_TOLERANCE, Case, loss_of
 from process_pool import ProcessPool
 from torch import Tensor, nn
-from toy_model import Block
+from toy_model import Block, ToyConfig
 from training import (
     COARSE,
     LOW_RANK,
@@ -34,6 +35,7 @@ from training import (
 
 import ds_hybridep
 from ds_hybridep.errors import HybridEPError
+from ds_hybridep.transport import channels
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(300)]
 
@@ -192,7 +194,8 @@ def refusals(case: Case) -> tuple[tuple[str, str], tuple[str, str]]:
 
 def evaluate_on_one_rank(case: Case) -> tuple[str, float]:
     """The error where rank 0 alone evaluates, and how long it took to come."""
-    with engine_of(case, with_block=True, hybridep={"timeout_s": 20}) as engine:
+    soon = mock.patch.object(channels, "LEAST_NOTICE_S", 3.0)
+    with soon, engine_of(case, with_block=True, hybridep={"timeout_s": 20}) as engine:
         train(engine, case, 0, 1)
         begin = time.monotonic()
         try:
@@ -211,7 +214,7 @@ def evaluate_on_one_rank(case: Case) -> tuple[str, float]:
     "case",
     [
         slow(world4(2, 1, hot_experts=2, hot_level=1, zero_stage=1)),
-        pytest.param(case4("mixtral", 2, 1, zero_stage=3), marks=needs_transformers),
+        pytest.param(case4("mixtral", 2, 1, zero_stage=3), marks=[needs_transformers, pytest.mark.slow]),
     ],
     ids=["hot experts", "zero 3"],
 )
@@ -277,8 +280,10 @@ def test_a_script_trains_as_with_deepspeed_alone(pool4: ProcessPool, how: str, c
         assert found[True] == close_to(found[False])
 
 
+@pytest.mark.slow  # test_compiled_layers.py has Dynamo
 def test_a_compiled_engine_trains_as_with_deepspeed_alone(pool2: ProcessPool) -> None:
-    for found in pool2.run(losses_with_and_without, case=world2(zero_stage=1), how="engine.compile()"):
+    case = world2(zero_stage=1, toy=ToyConfig(ep_size=2, num_layers=1))
+    for found in pool2.run(losses_with_and_without, case=case, how="engine.compile()"):
         assert found[True] == close_to(found[False])
 
 

@@ -123,6 +123,7 @@ def test_a_save_returns_when_its_checkpoint_is_whole(pool2: ProcessPool, tmp_pat
     assert pool2.run(load_at_once, case=world2(), folder=str(tmp_path)) == [["mine", "mine"]] * 2
 
 
+@pytest.mark.slow
 @pytest.mark.dist
 def test_rank_0_decides_what_is_whole(pool2: ProcessPool, tmp_path: Path) -> None:
     found = pool2.run(load_where_rank_1_sees_an_old_folder, case=world2(), folder=str(tmp_path))

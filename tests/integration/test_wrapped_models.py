@@ -104,7 +104,7 @@ def is_frozen(name: str) -> bool:
 
 
 @pytest.mark.parametrize(
-    ("make", "zero_stage"), [slow(with_value_head, 1), (reward, 3)], ids=["value head, zero 1", "backbone, zero 3"]
+    ("make", "zero_stage"), [(with_value_head, 1), slow(reward, 3)], ids=["value head, zero 1", "backbone, zero 3"]
 )
 def test_a_model_inside_another_module_trains_as_without_expert_parallelism(
     pool4: ProcessPool, make: Any, zero_stage: int
@@ -125,8 +125,7 @@ ALONE, POLICY = Start(model=lora), Start(model=policy_with_lora, loss=loss_of_mo
     ("start", "zero_stage"),
     [
         (POLICY, 1),
-        (ALONE, 3),
-        *(slow(ALONE, stage) for stage in (0, 1, 2)),
+        *(slow(ALONE, stage) for stage in (0, 1, 2, 3)),
         *(slow(POLICY, stage) for stage in (0, 2, 3)),
     ],
     ids=lambda one: f"zero {one}" if isinstance(one, int) else "alone" if one is ALONE else "policy",
@@ -159,9 +158,8 @@ def save_and_go_on(case: Case, start: Start, folder: str) -> dict[str, Any]:
     return {"losses": losses, "resumed": resumed, "universal": universal}
 
 
-@pytest.mark.parametrize(
-    "make", [slow(with_value_head), lora_in_value_head], ids=["value head", "with adapters of experts"]
-)
+@pytest.mark.slow  # test_saves.py writes a model inside another module
+@pytest.mark.parametrize("make", [with_value_head, lora_in_value_head], ids=["value head", "with adapters of experts"])
 def test_checkpoints_of_a_model_inside_another_module_are_read_and_exported(
     pool4: ProcessPool, tmp_path: Path, make: Any
 ) -> None:

@@ -21,10 +21,11 @@ from ds_hybridep.lab.launcher import RankProcesses, rank_environment, run_ranks
 from ds_hybridep.lab.network import EmulatedNetwork
 from ds_hybridep.lab.topology import LinkSpec, Topology
 
-SCRIPT = str(Path(__file__).with_name("allreduce_script.py"))
+HERE = Path(__file__).parent
 REPOSITORY = Path(__file__).resolve().parents[2]
 LINKS = LinkSpec(wan_bits_per_s=200e6, wan_delay_s=0.005)
-ALLREDUCE = [sys.executable, SCRIPT, "250000"]
+ALLREDUCE = [sys.executable, str(HERE / "allreduce_script.py"), "250000"]
+EXCHANGE = [sys.executable, "-IS", str(HERE / "exchange_script.py"), "250000"]
 
 
 @pytest.fixture
@@ -34,11 +35,15 @@ def net(permitted):
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("ranks_each", [1, slow(2)])
-def test_ranks_all_reduce_over_the_slow_link(permitted, tmp_path, ranks_each):
+@pytest.mark.parametrize(
+    ("command", "ranks_each"),
+    [(EXCHANGE, 1), slow(ALLREDUCE, 1), slow(ALLREDUCE, 2)],
+    ids=["sockets", "gloo, two ranks", "gloo, four ranks"],
+)
+def test_ranks_all_reduce_over_the_slow_link(permitted, tmp_path, command, ranks_each):
     live, num_ranks = io.StringIO(), 2 * ranks_each
     with EmulatedNetwork(Topology(2, ranks_each), LINKS) as network:
-        result = run_ranks(network, ALLREDUCE, log_dir=tmp_path, timeout_s=300, live=live)
+        result = run_ranks(network, command, log_dir=tmp_path, timeout_s=300, live=live)
     assert (result.is_success, result.exit_codes, result.failed_ranks) == (True, (0,) * num_ranks, ())
     for rank in range(num_ranks):
         assert f"rank {rank} of {num_ranks}: {sum(range(num_ranks + 1))}" in result.log_files[rank].read_text()
@@ -77,9 +82,9 @@ def test_a_rank_that_a_signal_ended_is_named(net, tmp_path):
 @pytest.mark.dist
 def test_the_time_limit_ends_ranks_that_hang_and_names_them(net, tmp_path):
     command = ["sh", "-c", "case $RANK in 1|3) exec sleep 300;; esac"]
-    result = run_ranks(net, command, log_dir=tmp_path, timeout_s=5)
+    result = run_ranks(net, command, log_dir=tmp_path, timeout_s=3)
     assert result.timed_out
-    assert result.failure == "time limit of 5 s reached with rank(s) 1, 3 still running"
+    assert result.failure == "time limit of 3 s reached with rank(s) 1, 3 still running"
     assert result.exit_codes == (0, -signal.SIGKILL, 0, -signal.SIGKILL)
     assert result.failed_ranks == ()
 

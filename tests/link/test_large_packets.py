@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from large_packets import lose_large_packets
+from marks import slow
 
 from ds_hybridep.lab.network import EmulatedNetwork
 from ds_hybridep.lab.topology import LinkSpec, Topology
@@ -33,7 +34,7 @@ def run_pair(network, folder, sender, timeout_s, num_bytes, meanwhile=lambda: No
         return [host.communicate(timeout=500)[0] for host in hosts]
 
 
-@pytest.mark.parametrize("sender", [0, 1])  # 1 has dialled
+@pytest.mark.parametrize("sender", [slow(0), 1])  # 1 has dialled
 def test_both_sides_say_that_large_packets_are_lost(permitted, tmp_path, sender):
     other = 1 - sender
     with EmulatedNetwork(Topology(2, 1), LinkSpec()) as network:
@@ -43,6 +44,7 @@ def test_both_sides_say_that_large_packets_are_lost(permitted, tmp_path, sender)
         assert "is the MTU too large somewhere on the way?" in one
 
 
+@pytest.mark.slow
 def test_who_is_stuck_on_all_lanes_ends_and_so_does_the_other_side(permitted, tmp_path):
     """Nothing can tell the other side but the refusal of its next connection."""
     with EmulatedNetwork(Topology(2, 1), LinkSpec()) as network:
@@ -52,6 +54,7 @@ def test_who_is_stuck_on_all_lanes_ends_and_so_does_the_other_side(permitted, tm
         assert "is the MTU too large somewhere on the way?" in one
 
 
+@pytest.mark.slow
 def test_who_is_stuck_on_all_lanes_and_dials_no_more_is_lost_for_the_other_side(permitted, tmp_path):
     with EmulatedNetwork(Topology(2, 1), LinkSpec()) as network:
         lose = partial(lose_large_packets, network, 0)

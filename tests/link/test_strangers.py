@@ -10,6 +10,7 @@ import time
 
 import pytest
 from link_pair import LIMIT_S, content, linked, linked_through_proxy, make_certificates, make_link
+from marks import slow
 
 import ds_hybridep.link.door as doors
 from ds_hybridep.errors import CommunicationError, ConfigError
@@ -181,7 +182,7 @@ def test_tls_carries_all_sizes_through_resets_and_nothing_is_in_the_clear(tls):
         assert not any(LINK.magic in heard for heard in proxy.heard)
 
 
-@pytest.mark.parametrize("dialler", ["none", "other authority"])
+@pytest.mark.parametrize("dialler", [slow("none"), "other authority"])
 def test_a_rank_without_the_right_certificate_is_refused_and_told(tls, tmp_path, monkeypatch, dialler):
     monkeypatch.setattr(doors, "HANDSHAKE_S", 0.5)
     with linked(tls=tls) as links, traffic(links):

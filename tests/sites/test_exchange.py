@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ds_hybridep.errors import CommunicationError
+from ds_hybridep.sites import exchange
 from ds_hybridep.sites.exchange import Counters, Header, Packet, SiteConnections, weights_of
 
 NAMES = ["a", "b", "c"]
@@ -170,8 +171,9 @@ def test_a_joiner_decides_nothing_but_may_ask_for_another_epoch(says: tuple[bool
         sites.together(SiteConnections.close)
 
 
-def test_members_go_on_without_a_joiner_that_is_not_reached() -> None:
+def test_members_go_on_without_a_joiner_that_is_not_reached(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its port takes no connections: no exchange waits for it, and after some seconds it is missed."""
+    monkeypatch.setattr(exchange, "CONNECT_S", 3.0)
     sites = Sites(["a", "c"], joiners="c", reaches="")
     try:
         member = sites.connections["a"]
@@ -181,7 +183,7 @@ def test_members_go_on_without_a_joiner_that_is_not_reached() -> None:
             is_agreed, wants = member.agree(True, False)
             assert is_agreed
             number += 1
-            time.sleep(0.5)
+            time.sleep(0.1)
         assert number > 5
         assert "no connection" in member.missed["c"]
         member.swap(packets_of(0, number), header_of(number))

@@ -18,12 +18,15 @@ from typing import Any
 
 import pytest
 from link_pair import make_certificates
+from marks import slow
 from scripts import free_port
 from site_jobs import Meeting, secret_file
 from site_members import LIMIT_S, NAMES, member, until
 
+import ds_hybridep.sites.member
 from ds_hybridep.commands.main import main
 from ds_hybridep.errors import SiteError
+from ds_hybridep.link import door
 from ds_hybridep.sites.member import Member
 from ds_hybridep.sites.protocol import split_address
 
@@ -51,7 +54,7 @@ def ask(meeting: Meeting, folder: Path, *words: str) -> int:
     )
 
 
-@pytest.mark.parametrize("encrypts", [False, True], ids=["open", "TLS"])
+@pytest.mark.parametrize("encrypts", [slow(False), True], ids=["open", "TLS"])
 def test_connections_of_strangers_leave_room_for_sites(tmp_path: Path, encrypts: bool) -> None:
     if encrypts and shutil.which("openssl") is None:
         pytest.skip("needs openssl, which makes certificates")
@@ -162,7 +165,8 @@ def test_what_it_keeps_outlives_it(tmp_path: Path) -> None:
         assert "run.json cannot be read" in meeting.log.read_text()
 
 
-def test_another_service_on_its_port_for_a_while_ends_no_site(tmp_path: Path) -> None:
+def test_another_service_on_its_port_for_a_while_ends_no_site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ds_hybridep.sites.member, "RETRY_S", 0.2)
     port = free_port()
     with Meeting(tmp_path, port=port) as meeting:
         one = member(meeting, tmp_path)
@@ -250,14 +254,16 @@ def test_a_thread_that_fails_is_heard_of(meeting: Meeting, tmp_path: Path, monke
     one.close()
 
 
-def test_half_a_tls_handshake_is_no_site(tmp_path: Path) -> None:
+def test_half_a_tls_handshake_is_no_site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if shutil.which("openssl") is None:
         pytest.skip("needs openssl, which makes certificates")
     tls = make_certificates(tmp_path)
     with Meeting(tmp_path, tls=tls) as meeting:
         until(lambda: "meeting point on port" in meeting.log.read_text(), "it listens")
-        with pytest.raises(SiteError, match="is TLS configured on both sides or on none"):
-            member(meeting, tmp_path, wait_s=2.0)
+        with monkeypatch.context() as patch:
+            patch.setattr(door, "HANDSHAKE_S", 2.5)  # else the thread that has asked waits for longer
+            with pytest.raises(SiteError, match="is TLS configured on both sides or on none"):
+                member(meeting, tmp_path, wait_s=2.0)
         context = ssl.create_default_context(ssl.Purpose.SERVER_AUTH)
         context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
         with socket.create_connection((meeting.host, meeting.port)) as sock, contextlib.suppress(OSError):

@@ -52,18 +52,18 @@ def settings_of(stage: str) -> tuple[dict[str, Any], dict[str, Any]]:
 # -- exact: patches ---------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("ep_size", [slow(4), 2])
 @pytest.mark.parametrize("stage", [slow("1"), "2", slow("1 fp32")])
-def test_patches_train_bit_for_bit_as_exact_weights(pool4: ProcessPool, stage: str) -> None:
+def test_patches_train_bit_for_bit_as_exact_weights(pool4: ProcessPool, stage: str, ep_size: int) -> None:
     options, config = settings_of(stage)
-    for toy in (BF16["toy"], ToyConfig(routing="by_token", ep_size=2)):
-        sizes = (1, 2) if toy.ep_size == 2 else (2, 1)
-        case = world4(*sizes, dtype="bf16", accumulation=2, **{**options, "toy": toy})
-        exact = pool4.run(train_encoded, case=case, codecs={}, config=config)
-        patched = pool4.run(train_encoded, case=case, codecs={"weight_codec": "patch"}, config=config)
-        for one, other in zip(exact, patched, strict=True):
-            assert one["losses"] == other["losses"]
-            assert one["digest"] == other["digest"]
-            assert other["sent"]["dense"] < one["sent"]["dense"]
+    toy, sizes = ToyConfig(routing="by_token", ep_size=ep_size), (1, 2) if ep_size == 2 else (2, 1)
+    case = world4(*sizes, dtype="bf16", accumulation=2, **{**options, "toy": toy})
+    exact = pool4.run(train_encoded, case=case, codecs={}, config=config)
+    patched = pool4.run(train_encoded, case=case, codecs={"weight_codec": "patch"}, config=config)
+    for one, other in zip(exact, patched, strict=True):
+        assert one["losses"] == other["losses"]
+        assert one["digest"] == other["digest"]
+        assert other["sent"]["dense"] < one["sent"]["dense"]
 
 
 # -- lossy ------------------------------------------------------------------------------------------------------

@@ -79,7 +79,7 @@ def test_layers_that_are_skipped_at_times_pile_nothing_up(
     pool4: ProcessPool, stage: int, kind: str, tmp_path: Path
 ) -> None:
     case = world4(1, 1, zero_stage=stage, optimizer="sgd")
-    for found in pool4.run(state_over_time, case=case, kind=kind, steps=24, folder=str(tmp_path)):
+    for found in pool4.run(state_over_time, case=case, kind=kind, steps=12, folder=str(tmp_path)):
         early, late = found["tensors"]
         assert early == late
         assert late[0] > 0

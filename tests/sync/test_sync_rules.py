@@ -125,7 +125,8 @@ def load_under_other_sums(case: Any, folder: str, changed: dict[str, Any]) -> tu
         return before, after
 
 
-@pytest.mark.parametrize("changed", [{"prescale_gradients": True}, slow({"communication_data_type": "bf16"})], ids=str)
+@pytest.mark.slow
+@pytest.mark.parametrize("changed", [{"prescale_gradients": True}, {"communication_data_type": "bf16"}], ids=str)
 def test_what_was_kept_back_fits_other_ways_to_sum(pool4: ProcessPool, tmp_path: Any, changed: dict[str, Any]) -> None:
     case = world4(1, 1, zero_stage=0)
     found = pool4.run(load_under_other_sums, case=case, folder=str(tmp_path), changed=changed)

@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
+from marks import slow
 from moe_refs import (
     HIDDEN,
     MoeCase,
@@ -187,7 +188,9 @@ def test_every_row_arrives_once_where_its_experts_are(
 
 
 @pytest.mark.parametrize("exchange", EXCHANGES)
-@pytest.mark.parametrize("domain_sizes", [(1, 1, 1), (2, 1, 1), (1, 2, 1), (1, 1, 2), (2, 1, 2)], ids=str)
+@pytest.mark.parametrize(
+    "domain_sizes", [(1, 1, 1), slow((2, 1, 1)), (1, 2, 1), slow((1, 1, 2)), slow((2, 1, 2))], ids=str
+)
 def test_every_row_arrives_once_over_three_levels(
     pool8: ProcessPool, domain_sizes: tuple[int, ...], exchange: str
 ) -> None:
@@ -285,7 +288,7 @@ def tolerance_of(case: MoeCase, name: str) -> float:
 
 @pytest.mark.parametrize("exchange", EXCHANGES)
 @pytest.mark.parametrize("domain_sizes", PLANS_2X2, ids=str)
-@pytest.mark.parametrize("top_k", [1, 2, 3])
+@pytest.mark.parametrize("top_k", [slow(1), slow(2), 3])
 def test_layer_equals_the_dense_one(
     pool4: ProcessPool, domain_sizes: tuple[int, ...], exchange: str, top_k: int
 ) -> None:
@@ -293,7 +296,7 @@ def test_layer_equals_the_dense_one(
 
 
 @pytest.mark.parametrize("exchange", EXCHANGES)
-@pytest.mark.parametrize("domain_sizes", PLANS_2X2, ids=str)
+@pytest.mark.parametrize("domain_sizes", [(1, 1), (2, 1), slow((1, 2)), slow((2, 2))], ids=str)
 def test_layer_equals_the_dense_one_to_fp64_accuracy(
     pool4: ProcessPool, domain_sizes: tuple[int, ...], exchange: str
 ) -> None:
@@ -323,7 +326,14 @@ LAYER_CASES = [
 ]
 
 
-@pytest.mark.parametrize("case", LAYER_CASES, ids=lambda case: case.id)
+REPEATED = (3, 5, 6, 8, 12, 14, 16)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [slow(one) if place in REPEATED else one for place, one in enumerate(LAYER_CASES)],
+    ids=lambda case: case.id,
+)
 def test_layers_equal_dense_ones(pool4: ProcessPool, case: MoeCase) -> None:
     assert_dense(pool4, case)
 
@@ -341,7 +351,11 @@ LAYER_CASES_8 = [
 ]
 
 
-@pytest.mark.parametrize("case", LAYER_CASES_8, ids=lambda case: case.id)
+@pytest.mark.parametrize(
+    "case",
+    [one if place in (1, 3, 5) else slow(one) for place, one in enumerate(LAYER_CASES_8)],
+    ids=lambda case: case.id,
+)
 def test_layers_equal_dense_ones_over_eight_ranks(pool8: ProcessPool, case: MoeCase) -> None:
     assert_dense(pool8, case)
 
@@ -363,7 +377,7 @@ def run_with_strides(case: MoeCase, has_strides: bool) -> dict[str, Any]:
     return {"output": as_array(output), **{name: as_array(leaf.grad) for name, leaf in leaves.items()}}
 
 
-@pytest.mark.parametrize("domain_sizes", [(1, 1), (2, 1), (2, 2)], ids=str)
+@pytest.mark.parametrize("domain_sizes", [slow((1, 1)), (2, 1), slow((2, 2))], ids=str)
 def test_strides_change_nothing(pool4: ProcessPool, domain_sizes: tuple[int, ...]) -> None:
     case = case_2x2(domain_sizes, "direct", num_tokens=(7, 3, 12, 5))
     plain = pool4.run(run_with_strides, case=case, has_strides=False)

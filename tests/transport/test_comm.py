@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from marks import slow
 from moe_refs import MoeCase, build_case, come_after, dense_results, forward_case, open_transport, relative_distance
 from process_pool import ProcessPool, RemoteError
 from scripts import free_port
@@ -77,7 +78,7 @@ def wait_for_a_silent_peer(peer: int, is_background: bool) -> list[tuple[str, st
     return failures
 
 
-@pytest.mark.parametrize("is_background", [False, True], ids=["foreground", "background"])
+@pytest.mark.parametrize("is_background", [slow(False), True], ids=["foreground", "background"])
 def test_the_time_limit_ends_a_wait_and_says_what_did_not_come(own_pool2: ProcessPool, is_background: bool) -> None:
     (kind, message), (again, _) = own_pool2.run(wait_for_a_silent_peer, peer=1, is_background=is_background)[0]
     assert kind == again == "CommunicationError"
@@ -86,6 +87,7 @@ def test_the_time_limit_ends_a_wait_and_says_what_did_not_come(own_pool2: Proces
     assert "hybridep.timeout_s" in message
 
 
+@pytest.mark.slow  # a rank that skips a layer, below, gets such a message
 def test_the_message_names_the_level_between_the_ranks(own_pool4: ProcessPool) -> None:
     ((_, message), _) = own_pool4.run(wait_for_a_silent_peer, peer=1, is_background=False)[0]
     assert "over level 'gpu'" in message
@@ -108,7 +110,7 @@ def wait_for_a_dead_peer(is_background: bool, pause_s: float) -> None:
     channel.start([(1, received)] if pause_s else [], [(1, received)], ROWS).wait()
 
 
-@pytest.mark.parametrize(("is_background", "pause_s"), [(False, 0.0), (True, 0.0), (False, 0.5)])
+@pytest.mark.parametrize(("is_background", "pause_s"), [(False, 0.0), (True, 0.0), slow(False, 0.5)])
 def test_a_dead_peer_is_an_error_at_once(own_pool2: ProcessPool, is_background: bool, pause_s: float) -> None:
     own_pool2.run(count_ranks)
     with pytest.raises(RemoteError) as caught:
@@ -257,7 +259,7 @@ def connect_by_level(wanted: str | None) -> dict[int, set[str]]:
 
 
 @pytest.mark.skipif(not SYSTEM_S_CHOICE.exists(), reason="congestion control is chosen by socket on Linux only")
-@pytest.mark.parametrize("wanted", ["reno", None])
+@pytest.mark.parametrize("wanted", ["reno", slow(None)])
 def test_a_level_s_connections_have_its_congestion_control(own_pool4: ProcessPool, wanted: str | None) -> None:
     chosen = SYSTEM_S_CHOICE.read_text().strip()
     for rank, found in enumerate(own_pool4.run(connect_by_level, wanted=wanted)):
@@ -555,7 +557,7 @@ def test_a_runtime_can_be_made_again_after_close(pool4: ProcessPool) -> None:
     case = MoeCase(sizes=(2, 2), domain_sizes=(2, 1), num_tokens=(6, 3, 0, 4), num_layers=2)
     other = replace(case, domain_sizes=(1, 2), exchange="hierarchical")
     reference = [result["output"] for result in dense_results(case)]
-    for rank, results in enumerate(pool4.run(attach_and_detach, cases=[case, other] * 3)):
+    for rank, results in enumerate(pool4.run(attach_and_detach, cases=[case, other] * 2)):
         for result in results:
             assert relative_distance(result["output"], reference[rank]) < 1e-6
         # Connections of a closed runtime are gone: the number of open files does not grow with the rounds.

@@ -300,6 +300,7 @@ def test_sigterm_ends_a_process_whose_watch_was_ended_in_another_thread(tmp_path
     assert watched == plain
 
 
+@pytest.mark.slow
 def test_a_rank_whose_collective_fails_runs_its_exit_handlers(tmp_path: Path) -> None:
     """Before it, objects are freed and signals untouched; a file that is left open is whole."""
     plain, watched = run_both(PATIENT + ORDINARY + FAILS_AT_ONCE, tmp_path)

@@ -22,7 +22,7 @@ pytestmark = pytest.mark.dist
 TOY = ToyConfig()
 EXPERT_BYTES = 4 * (TOY.hidden * TOY.ffn + TOY.ffn + TOY.ffn * TOY.hidden + TOY.hidden)
 BODY = "test::body"
-NUM_STEPS = 3
+NUM_STEPS = 2
 
 
 def trace_steps(case: Case, folder: str) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from marks import slow
 from moe_refs import (
     FFN,
     HIDDEN,
@@ -151,7 +152,13 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
+# Each plan with one of the exchanges here.
+REPEATED = (1, 2, 5, 6, 10, 15)
+
+
+@pytest.mark.parametrize(
+    "case", [slow(one) if place in REPEATED else one for place, one in enumerate(CASES)], ids=lambda case: case.id
+)
 def test_bytes_over_each_level_equal_the_closed_form(pool4: ProcessPool, case: MoeCase) -> None:
     assert_counted(pool4, case)
 
@@ -167,7 +174,9 @@ CASES_8 = [
 ]
 
 
-@pytest.mark.parametrize("case", CASES_8, ids=lambda case: case.id)
+@pytest.mark.parametrize(
+    "case", [one if place in (0, 4, 6) else slow(one) for place, one in enumerate(CASES_8)], ids=lambda case: case.id
+)
 def test_bytes_over_three_levels_equal_the_closed_form(pool8: ProcessPool, case: MoeCase) -> None:
     assert_counted(pool8, case)
 
@@ -180,8 +189,8 @@ def test_a_skipped_step_ships_no_weights(pool4: ProcessPool) -> None:
     assert_counted(pool4, case_2x2(2, 2), applied=(True, False, True, False))
 
 
-@pytest.mark.parametrize("exchange", ["direct", "hierarchical"])
-@pytest.mark.parametrize("domain_sizes", [(2, 1), (2, 2)], ids=str)
+@pytest.mark.parametrize("exchange", ["direct", slow("hierarchical")])
+@pytest.mark.parametrize("domain_sizes", [(2, 1), slow((2, 2))], ids=str)
 def test_no_token_crosses_the_slow_level_when_a_domain_spans_it(
     pool4: ProcessPool, domain_sizes: tuple[int, ...], exchange: str
 ) -> None:
@@ -338,7 +347,7 @@ def test_reports_come_at_their_interval(pool4: ProcessPool, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize(
-    ("checkpointing", "num_exchanges"), [(None, 4), ("nonreentrant", 6), ("reentrant", 6)], ids=str
+    ("checkpointing", "num_exchanges"), [(None, 4), slow("nonreentrant", 6), ("reentrant", 6)], ids=str
 )
 @pytest.mark.parametrize("ep_size", [pytest.param(4, marks=pytest.mark.slow), 2])
 def test_bytes_of_plain_ep_are_those_of_its_padded_all_to_alls(
