@@ -17,6 +17,7 @@ from ds_hybridep.lab.namespaces import become_root
 PROGRAMS = {
     "demo": "the same training in three ways over an emulated slow link (`make demo`)",
     "e2e": "step time and bytes of every plan, by the rate of the link",
+    "one-at-a-time": "where the gain comes from: sums, codecs, domains and hot experts, one after the other",
     "latency": "what a long link costs a step",
     "sites": "step time if each datacentre is a job of its own, beside one job over both",
     "site-kills": "whether sites go on, and come back with the same weights, while random ones are killed",
@@ -47,6 +48,7 @@ PROGRAMS = {
 ON_EMULATED_HOSTS = (
     "demo",
     "e2e",
+    "one-at-a-time",
     "latency",
     "sites",
     "site-joins",

@@ -25,6 +25,7 @@ HERE = {  # need a few seconds; with what is printed
 }
 SLOW = {
     f"e2e {SMALL_E2E}": "hybridep auto, codecs allowed",
+    "one-at-a-time --rates 100mbit --delays 1ms --blocks 1 --steps 1 --layers 1": r"sites, encoded \| 0",
     "latency --delays 1ms --layers 2 --kinds dropping --accumulations 1 --steps 1": r"hybridep \[2,1\] recommended",
     "sites --points none_0ms --rounds 1 --steps 1 --layers 1": "two jobs apart",
     "cuts --kinds classic --codecs recommended --cases cut_for_5_s": r"\| 0 \|",
@@ -57,8 +58,8 @@ ELSEWHERE = {
     "gpu": "tests/house/test_gpu_page.py",
     "faults": "tests/house/test_faults.py",
 }
-ON_EMULATED_HOSTS = ("e2e", "sites", "cuts", "soak", "overlap", "replan")
-WITH_DELAY = ("latency", "link goodput", "soak", "cuts")
+ON_EMULATED_HOSTS = ("e2e", "one-at-a-time", "sites", "cuts", "soak", "overlap", "replan")
+WITH_DELAY = ("one-at-a-time", "latency", "link goodput", "soak", "cuts")
 
 
 def run_program(*words: str, folder: Path) -> str:
