@@ -27,6 +27,7 @@ PROGRAMS = {
     "soak": "training for hours on links and machines that misbehave",
     "losses": "what the recommended codecs cost in loss, with real engines",
     "gap": "whether the gap in loss between encoded and exact training grows with the steps",
+    "fine-tuning": "what codecs and local steps cost in fine-tuning, in what is learned and what is forgotten",
     "equal-bytes": "loss against bytes, beside PowerSGD, DeMo and DiLoCo",
     "residual-sums": "whether small gradients arrive",
     "skipped-layers": "what codecs keep if layers take part at times only",
