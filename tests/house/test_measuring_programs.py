@@ -28,6 +28,8 @@ SLOW = {
     "one-at-a-time --rates 100mbit --delays 1ms --blocks 1 --steps 1 --layers 1": r"sites, encoded \| 0",
     "fine-tuning --folder runs --seeds 0 --trained adapters --rates 1e-3 --first-steps 4 --search-steps 4 --every 2 "
     "--megabytes 0.02 --hidden 32 --layers 1": r"sites, H 10, recommended \| 0.001 \| 1 \|",
+    "larger --folder runs --ways DeepSpeed exact,_domain --hidden 64 --layers 1 --vocabulary 300 --steps 2 --every 1 "
+    "--seq-len 32": r"exact, domain \| 2 \|",
     "latency --delays 1ms --layers 2 --kinds dropping --accumulations 1 --steps 1": r"hybridep \[2,1\] recommended",
     "sites --points none_0ms --rounds 1 --steps 1 --layers 1": "two jobs apart",
     "cuts --kinds classic --codecs recommended --cases cut_for_5_s": r"\| 0 \|",
@@ -60,7 +62,7 @@ ELSEWHERE = {
     "gpu": "tests/house/test_gpu_page.py",
     "faults": "tests/house/test_faults.py",
 }
-ON_EMULATED_HOSTS = ("e2e", "one-at-a-time", "sites", "cuts", "soak", "overlap", "replan")
+ON_EMULATED_HOSTS = ("e2e", "one-at-a-time", "larger", "sites", "cuts", "soak", "overlap", "replan")
 WITH_DELAY = ("one-at-a-time", "latency", "link goodput", "soak", "cuts")
 
 
