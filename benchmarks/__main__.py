@@ -17,6 +17,7 @@ from ds_hybridep.lab.namespaces import become_root
 PROGRAMS = {
     "demo": "the same training in three ways over an emulated slow link (`make demo`)",
     "e2e": "step time and bytes of every plan, by the rate of the link",
+    "one-at-a-time": "where the gain comes from: sums, codecs, domains and hot experts, one after the other",
     "latency": "what a long link costs a step",
     "sites": "step time if each datacentre is a job of its own, beside one job over both",
     "site-kills": "whether sites go on, and come back with the same weights, while random ones are killed",
@@ -26,6 +27,8 @@ PROGRAMS = {
     "soak": "training for hours on links and machines that misbehave",
     "losses": "what the recommended codecs cost in loss, with real engines",
     "gap": "whether the gap in loss between encoded and exact training grows with the steps",
+    "fine-tuning": "what codecs and local steps cost in fine-tuning, in what is learned and what is forgotten",
+    "larger": "a model of 300 million parameters beside DeepSpeed and the plan: losses, weights, bytes",
     "equal-bytes": "loss against bytes, beside PowerSGD, DeMo and DiLoCo",
     "residual-sums": "whether small gradients arrive",
     "skipped-layers": "what codecs keep if layers take part at times only",
@@ -47,6 +50,8 @@ PROGRAMS = {
 ON_EMULATED_HOSTS = (
     "demo",
     "e2e",
+    "one-at-a-time",
+    "larger",
     "latency",
     "sites",
     "site-joins",

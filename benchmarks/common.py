@@ -92,6 +92,11 @@ class Records:
     device: str = "cpu"
     rows: list[Record] = field(default_factory=list)
 
+    def go_on(self) -> list[Record]:
+        """Take over the records that `out` has of earlier sittings; returns all, to which new ones are added."""
+        self.rows[:0] = read_records([self.out] if self.out else [])
+        return self.rows
+
     def add(self, params: Mapping[str, Any], *, case: str | None = None, **measured: Any) -> None:
         about = {"device": self.device, "versions": versions(), "commit": commit(), "command": command()}
         self.rows.append({"case": case or self.case, "params": dict(params), **measured, **about})

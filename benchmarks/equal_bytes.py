@@ -47,7 +47,7 @@ from benchmarks.common import (
     table,
     upper_95,
 )
-from benchmarks.losses import EVALUATED, PHASES, SEQ_LEN, read_headers
+from benchmarks.losses import EVALUATED, PHASES, SEQ_LEN
 from benchmarks.rivals import (
     CLIP,
     POWER_SGD_START,
@@ -59,7 +59,7 @@ from benchmarks.rivals import (
     with_power_sgd,
     with_torchft,
 )
-from benchmarks.training import byte_model, engine_of, train_lm
+from benchmarks.training import byte_model, engine_of, header_files, texts_of, train_lm
 from ds_hybridep.lab.launcher import rank_environment
 
 NAMES = ("a", "b")  # of sites
@@ -127,7 +127,7 @@ def run(args: argparse.Namespace, records: Records) -> None:
                     folder = Path(scratch) / f"{seed}-{phase}-{cases.index(name)}"
                     folder.mkdir()
                     begin_s = time.monotonic()
-                    answers = run_pair(args, folder, settings)
+                    answers = run_pair(folder, settings, is_split="sites" in CASES[name])
                     params = {"case": name, "seed": seed, "phase": phase, "steps": steps_of(args, phase)}
                     if "demo" in CASES[name]:
                         params["rate"] = args.demo_rate or DEMO_RATES[phase]
@@ -141,9 +141,11 @@ def steps_of(args: argparse.Namespace, phase: str) -> int:
     return int(args.steps or PHASES[phase][1])
 
 
-def run_pair(args: argparse.Namespace, folder: Path, settings: Record) -> list[Record]:
-    """Run both ranks, as one job or as two sites; ends the program with status 1 if one fails."""
-    is_split = "sites" in CASES[settings["case"]]
+def run_pair(folder: Path, settings: Record, *, is_split: bool, end: float | None = None) -> list[Record]:
+    """Run both ranks, as one job or as two sites; ends the program with status 1 if one fails.
+
+    end: when both are killed, by time.monotonic(); then nothing is returned.
+    """
     meeting_port, port = free_port(), free_port()
     (folder / "settings.json").write_text(json.dumps({**settings, "meeting_port": meeting_port}))
     with ExitStack() as stack:
@@ -170,10 +172,12 @@ def run_pair(args: argparse.Namespace, folder: Path, settings: Record) -> list[R
             path = os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH")]))
             environment |= {"HYBRIDEP_SITE": name, "PYTHONPATH": path, "SITE_INDEX": str(index)}
             ranks.append(start(name, ["-m", "benchmarks", *sys.argv[1:]], environment))
-        limit = time.monotonic() + RUN_LIMIT_S
+        limit = time.monotonic() + RUN_LIMIT_S if end is None else end
         for process in ranks:
             with suppress(subprocess.TimeoutExpired):
                 process.wait(max(limit - time.monotonic(), 1.0))
+            if process.returncode is None and end is not None:
+                return []
             if process.returncode != 0:  # None: out of time
                 for log in sorted(folder.glob("*.log")):
                     print(f"{log.name}:\n{log.read_text(errors='replace')[-3000:]}", file=sys.stderr)
@@ -209,7 +213,7 @@ def rank(args: argparse.Namespace, job: Job) -> None:
     if phase == "scratch":
         train_corpus, valid_corpus = train_lm.read_corpus()
     else:
-        train_corpus, valid_corpus = read_headers(train_lm.VALID_EVERY)
+        train_corpus, valid_corpus = texts_of(header_files("ATen"))
     counted_from = min(POWER_SGD_START, steps - 1)
     before = 0.0
     for step in range(steps):

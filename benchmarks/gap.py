@@ -19,20 +19,29 @@ known, not how far two other runs would be apart.  With several seeds it is that
 
 import argparse
 import math
-import shutil
 import statistics
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import deepspeed
 import torch
 from deepspeed import comm as dist
-from torch import Tensor
 
 from benchmarks.common import Record, Records, margin_95, new_figure, run_job, save_figure, table
-from benchmarks.training import SIZES, Job, byte_model, engine_of, losses_on, train_lm, train_step
+from benchmarks.training import (
+    SIZES,
+    Job,
+    byte_model,
+    engine_of,
+    losses_on,
+    python_files,
+    save,
+    steps_in,
+    texts_of,
+    train_lm,
+    train_step,
+)
 
 __all__ = ["Job", "add_arguments", "rank", "report", "run"]
 
@@ -64,18 +73,9 @@ def run(args: argparse.Namespace, records: Records) -> None:
     run_job("2x1", None, records, limit_s=60 * args.minutes + 3600)
 
 
-def read_packages() -> tuple[Tensor, Tensor]:
-    """The Python files of torch and deepspeed as (train, valid), uint8 [num_bytes] each."""
-    train, valid = bytearray(), bytearray()
-    roots = [Path(package.__file__).parent for package in (torch, deepspeed)]
-    for number, path in enumerate(path for root in roots for path in sorted(root.rglob("*.py"))):
-        (valid if number % train_lm.VALID_EVERY == 0 else train).extend(path.read_bytes())
-    return torch.frombuffer(train, dtype=torch.uint8), torch.frombuffer(valid, dtype=torch.uint8)
-
-
 def rank(args: argparse.Namespace, job: Job) -> None:
     """Train the run that is behind, part by part, until the sitting is over."""
-    train, held_out = read_packages()
+    train, held_out = texts_of(python_files())
     end = time.time() + 60 * args.minutes
     runs = [(seed, variant) for seed in args.seeds for variant in VARIANTS]
     while True:
@@ -106,12 +106,6 @@ def rank(args: argparse.Namespace, job: Job) -> None:
     job.end()
 
 
-def steps_in(folder: Path) -> int:
-    """Steps of the newest checkpoint; 0 without one."""
-    latest = folder / "latest"
-    return int(latest.read_text().removeprefix("step")) if latest.exists() else 0
-
-
 def engine_for(args: argparse.Namespace, seed: int, variant: str) -> Any:
     torch.manual_seed(seed)
     model = byte_model(hidden=args.hidden, layers=args.layers, experts=args.experts, ep_size=dist.get_world_size())
@@ -122,17 +116,6 @@ def engine_for(args: argparse.Namespace, seed: int, variant: str) -> Any:
         model, {"levels": [level], "advanced": {"verify_interval": 0}}, rate=args.rate, stage=args.zero_stage,
         dtype=args.dtype, gradient_clipping=1.0, scheduler={"type": "WarmupDecayLR", "params": warm_up},
     )  # fmt: skip
-
-
-def save(engine: Any, folder: Path) -> None:
-    """Keep the newest checkpoint only."""
-    tag = f"step{engine.global_steps}"
-    engine.save_checkpoint(str(folder), tag=tag)
-    dist.barrier()
-    if dist.get_rank() == 0:
-        for old in folder.glob("step*"):
-            if old.name != tag:
-                shutil.rmtree(old)
 
 
 def num_parameters(engine: Any) -> int:

@@ -27,7 +27,17 @@ from torch import Tensor
 
 import ds_hybridep
 from benchmarks.common import OKABE_ITO, Record, Records, margin_95, new_figure, run_job, save_figure, table, upper_95
-from benchmarks.training import SIZES, Job, byte_model, engine_of, loss_on, train_lm, train_step
+from benchmarks.training import (
+    SIZES,
+    Job,
+    byte_model,
+    engine_of,
+    header_files,
+    loss_on,
+    texts_of,
+    train_lm,
+    train_step,
+)
 
 __all__ = ["Job", "add_arguments", "rank", "report", "run"]
 
@@ -66,15 +76,6 @@ def rank(args: argparse.Namespace, job: Job) -> None:
     compare(args, job, {name: short[name] if name in short else json.loads(name) for name in args.codecs})
 
 
-def read_headers(valid_every: int) -> tuple[Tensor, Tensor]:
-    """The C++ headers that come with torch as (train, valid), uint8 tensors; one file in `valid_every` is of valid."""
-    files = sorted((Path(torch.__file__).parent / "include" / "ATen").rglob("*.h"))
-    train, valid = bytearray(), bytearray()
-    for file_idx, path in enumerate(files):
-        (valid if file_idx % valid_every == 0 else train).extend(path.read_bytes())
-    return torch.frombuffer(train, dtype=torch.uint8), torch.frombuffer(valid, dtype=torch.uint8)
-
-
 def engine_for(args: argparse.Namespace, seed: int, phase: str, codecs: Mapping[str, Any]) -> Any:
     ep_size, domain_sizes = LAYOUTS[args.layout]
     torch.manual_seed(seed)
@@ -100,7 +101,7 @@ def start_from(engine: Any, weights: dict[str, Tensor]) -> None:
 
 def compare(args: argparse.Namespace, job: Job, cases: Mapping[str, Mapping[str, Any]]) -> None:
     """Train exactly and with the slow level's settings of each case; a record for each seed and phase."""
-    corpora = {"scratch": train_lm.read_corpus(), "tune": read_headers(train_lm.VALID_EVERY)}
+    corpora = {"scratch": train_lm.read_corpus(), "tune": texts_of(header_files("ATen"))}
     for seed in args.seeds:
         begin: dict[str, Tensor] = {}
         for phase in args.phases:

@@ -10,6 +10,7 @@ anything: both sites as they would be alone, on the same busy machine.
 import argparse
 import json
 import os
+import signal
 import statistics
 import subprocess
 import sys
@@ -18,7 +19,8 @@ import time
 from collections import defaultdict
 from collections.abc import Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -58,13 +60,18 @@ BUCKETS = 16  # of ZeRO 2, about: gradients leave as soon as one is full
 class Way:
     """One way to train on both datacentres.
 
-    stage: of ZeRO.  block: of ds_config, None without ours.  is_split: a job for each datacentre.
+    stage: of ZeRO.  block: of ds_config, None without ours.  is_split: a job for each datacentre.  job: ways with the
+    same one share its processes.  ep_size: ranks that share the experts.  zero: more settings of "zero_optimization";
+    a "buckets" among them is the number of buckets that gradients fill, for DeepSpeed's reduce_bucket_size.
     """
 
     name: str
     stage: int = 1
     block: Mapping[str, Any] | None = None
     is_split: bool = True
+    job: str = ""
+    ep_size: int = TOPOLOGY.hosts_per_dc
+    zero: Mapping[str, Any] = field(default_factory=dict)
 
 
 class Job(training.Job):
@@ -74,15 +81,16 @@ class Job(training.Job):
         super().__init__(folder)
         self._turns = 0
 
-    def turn(self) -> int:
-        """Wait for this job's turn; returns the steps to time, 0 at the end."""
+    def turn(self) -> tuple[str, int]:
+        """Wait for this job's turn; returns the name of the way and the steps to time, 0 at the end."""
         path = self.folder / f"turn-{self._turns}.json"
         if self.rank == 0:
             while not path.exists():
                 time.sleep(POLL_S)
         dist.barrier()
         self._turns += 1
-        return int(json.loads(path.read_text()))
+        way, steps = json.loads(path.read_text())
+        return str(way), int(steps)
 
     def answer(self, **measured: Any) -> None:
         if self.rank == 0:
@@ -117,13 +125,15 @@ def run(args: argparse.Namespace, records: Records) -> None:
         links = LinkSpec(wan_delay_s=parse_duration(delay, "--points"))
         with tempfile.TemporaryDirectory() as scratch, emulated(TOPOLOGY, links) as network, ExitStack() as stack:
             assert network is not None
-            lab = Lab(args, network, Path(scratch), stack)
+            secret = secret_in(Path(scratch))
+            ways = ways_of(network.topology.address_of(0), secret, {} if args.exact else RECOMMENDED)
+            lab = Lab(ways, network, Path(scratch), stack)
             for way in lab.ways:
                 lab.block(way, 1)  # the start, and memory
             for rate in rates:
                 network.set_wan_rate(None if rate == "none" else parse_rate(rate, "--points"))
                 ways = [way for way in lab.ways if rate == "none" or way.name != APART]
-                measured = lab.measure(ways)
+                measured = lab.measure(ways, args.rounds, args.steps)
                 for way in ways:
                     params = {"rate": rate, "delay": delay, "way": way.name, "zero_stage": way.stage}
                     params |= {"layers": args.layers, "hidden": args.hidden, "tokens_per_rank": ROWS * SEQ_LEN}
@@ -136,18 +146,19 @@ def run(args: argparse.Namespace, records: Records) -> None:
 class Lab:
     """All jobs, and the meeting points."""
 
-    def __init__(self, args: argparse.Namespace, network: EmulatedNetwork, folder: Path, stack: ExitStack) -> None:
-        self._args, self._network, self._folder = args, network, folder
+    def __init__(self, ways: list[Way], network: EmulatedNetwork, folder: Path, stack: ExitStack) -> None:
+        self.ways, self._network, self._folder = ways, network, folder
         self._turns: dict[str, int] = defaultdict(int)
         self._jobs: dict[str, list[subprocess.Popen[bytes]]] = {}
-        secret = folder / "secret"
-        secret.write_text(os.urandom(16).hex())
-        self.ways = ways_of(network.topology.address_of(0), secret, {} if args.exact else RECOMMENDED)
-        for way in self.ways:
+        # Ranks have sessions of their own: without this they would stay when this process is ended.
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
+        for way in ways:
             if way.block is not None and "sites" in way.block:
                 self._meet(way.block["sites"], stack)
             for name, hosts in self.jobs_of(way).items():
-                self._start(way, name, hosts, stack)
+                if name not in self._jobs:
+                    of_job = [one for one in ways if name in self.jobs_of(one)]
+                    self._start(of_job, name, hosts, stack)
 
     def _meet(self, sites: Mapping[str, str], stack: ExitStack) -> None:
         """Start the meeting point of these sites on host 0."""
@@ -160,13 +171,14 @@ class Lab:
 
     def jobs_of(self, way: Way) -> dict[str, range]:
         """The jobs of a way, by name, and their hosts."""
+        job = way.job or way.name
         if not way.is_split:
-            return {way.name: range(TOPOLOGY.num_ranks)}
-        return {f"{way.name} {'ab'[dc]}": TOPOLOGY.ranks_in(dc) for dc in range(TOPOLOGY.num_dcs)}
+            return {job: range(TOPOLOGY.num_ranks)}
+        return {f"{job} {'ab'[dc]}": TOPOLOGY.ranks_in(dc) for dc in range(TOPOLOGY.num_dcs)}
 
-    def _start(self, way: Way, name: str, hosts: range, stack: ExitStack) -> None:
+    def _start(self, ways: list[Way], name: str, hosts: range, stack: ExitStack) -> None:
         folder = new_folder(self._folder / name.replace(" ", "-"))
-        write(folder / "settings.json", {"stage": way.stage, "block": way.block, "seed": hosts[0]})
+        write(folder / "settings.json", {"ways": [asdict(way) for way in ways], "seed": hosts[0]})
         port = FIRST_PORT + len(self._jobs)
         self._jobs[name] = []
         for rank, host in enumerate(hosts):
@@ -185,15 +197,15 @@ class Lab:
             stack.callback(process.kill)
             self._jobs[name].append(process)
 
-    def measure(self, ways: list[Way]) -> dict[str, dict[str, Any]]:
+    def measure(self, ways: list[Way], rounds: int, steps: int) -> dict[str, dict[str, Any]]:
         """Seconds and bytes per step of each way, by block."""
         measured: dict[str, dict[str, list[Any]]] = {way.name: defaultdict(list) for way in ways}
         by_name = {way.name: way for way in ways}
         for way in ways:
             self.block(way, 1)  # at this rate
-        for order in interleaved(list(by_name), self._args.rounds):
+        for order in interleaved(list(by_name), rounds):
             for name in order:
-                for key, value in self.block(by_name[name], self._args.steps).items():
+                for key, value in self.block(by_name[name], steps).items():
                     measured[name][key].append(value)
         return {name: dict(found) for name, found in measured.items()}
 
@@ -201,7 +213,7 @@ class Lab:
         """Let the jobs of a way train; one step more than is timed."""
         names, before = list(self.jobs_of(way)), self._sent()
         for name in names:
-            write(self._path(name, "turn"), steps)
+            write(self._path(name, "turn"), (way.name, steps))
         answers = [self._answer(name) for name in names]
         self._turns |= {name: self._turns[name] + 1 for name in names}
         return {
@@ -209,6 +221,8 @@ class Lab:
             "waited_s": max(one["waited_s"] for one in answers) / (steps + 1),
             "early_share": statistics.fmean(one["early_share"] for one in answers),
             "wan_bytes_per_step": (self._sent() - before) / (steps + 1),
+            "each_s": [max(each) for each in zip(*(one["each_s"] for one in answers), strict=True)],
+            "loss": statistics.fmean(one["loss"] for one in answers),
         }
 
     def _sent(self) -> int:
@@ -232,22 +246,30 @@ class Lab:
     def end(self) -> None:
         """Let all jobs end, and wait for it."""
         for name in self._jobs:
-            write(self._path(name, "turn"), 0)
+            write(self._path(name, "turn"), ("", 0))
         for process in (process for job in self._jobs.values() for process in job):
             process.wait(LIMIT_S)
 
 
+def secret_in(folder: Path) -> Path:
+    secret = folder / "secret"
+    secret.write_text(os.urandom(16).hex())
+    return secret
+
+
+def sites_block(meeting_host: str, port: int, secret: Path, codecs: Mapping[str, Any]) -> dict[str, Any]:
+    """The "hybridep" block of a site that meets others at this port."""
+    point = {"meeting_point": f"{meeting_host}:{port}", "secret_file": str(secret)}
+    return {"sites": {"names": ["a", "b"], **point, **codecs}, "advanced": {"verify_interval": 0}}
+
+
 def ways_of(meeting_host: str, secret: Path, codecs: Mapping[str, Any]) -> list[Way]:
     sizes = TOPOLOGY.num_dcs, TOPOLOGY.hosts_per_dc
-
-    def sites(port: int) -> dict[str, Any]:
-        point = {"meeting_point": f"{meeting_host}:{port}", "secret_file": str(secret)}
-        return {"sites": {"names": ["a", "b"], **point, **codecs}, "advanced": {"verify_interval": 0}}
-
+    sites = [sites_block(meeting_host, MEETING_PORT + at, secret, codecs) for at in range(2)]
     return [
         Way(ONE_JOB, block=Plan("", TOPOLOGY.hosts_per_dc, (1, 1), codecs).block(sizes), is_split=False),
-        Way(SITES, block=sites(MEETING_PORT)),
-        Way(EARLY, stage=2, block=sites(MEETING_PORT + 1)),
+        Way(SITES, block=sites[0]),
+        Way(EARLY, stage=2, zero={"buckets": BUCKETS}, block=sites[1]),
         Way(APART),
     ]
 
@@ -260,28 +282,39 @@ def rank(args: argparse.Namespace, job: Job) -> None:
     settings = json.loads((job.folder / "settings.json").read_text())
     # All ranks begin with the same seed.  A broadcast of each parameter would take longer than what is measured.
     deepspeed.DeepSpeedEngine._broadcast_model = lambda self: None
-    torch.manual_seed(0)
-    model = byte_model(hidden=args.hidden, layers=args.layers, ep_size=TOPOLOGY.hosts_per_dc)
-    block, zero = settings["block"], {"stage": settings["stage"]}
-    if settings["stage"] == 2:
-        zero["reduce_bucket_size"] = sum(parameter.numel() for parameter in model.parameters()) // BUCKETS
-    engine = engine_of(model, block, zero_optimization=zero)
-    run = Run(Plan("", TOPOLOGY.hosts_per_dc, (1, 1) if block else None), engine)
+    runs = {way["name"]: run_for(args, Way(**way)) for way in settings["ways"]}
     corpus, _ = train_lm.read_corpus()
     data = argparse.Namespace(seq_len=SEQ_LEN, seed=settings["seed"])
-    while steps := job.turn():
+    while (turn := job.turn())[1]:
+        run, steps = runs[turn[0]], turn[1]
         run.train(corpus, data, ROWS, 1)
-        before = counters_of(engine)
+        before = counters_of(run.engine)
         dist.barrier()
-        begin = time.perf_counter()
-        run.train(corpus, data, ROWS, steps)
+        ends = [time.perf_counter()]
+        for _ in range(steps):
+            run.train(corpus, data, ROWS, 1)
+            ends.append(time.perf_counter())
         dist.barrier()
-        seconds = time.perf_counter() - begin
+        seconds = time.perf_counter() - ends[0]
         run.finish_transfers()
-        sent, early, waited_s = (now - then for now, then in zip(counters_of(engine), before, strict=True))
-        job.answer(seconds=seconds, waited_s=waited_s, early_share=early / max(sent, 1.0), loss=run.loss)
-    engine.destroy()
+        each = torch.tensor([after - end for end, after in pairwise(ends)])
+        dist.all_reduce(each, dist.ReduceOp.MAX)
+        sent, early, waited_s = (now - then for now, then in zip(counters_of(run.engine), before, strict=True))
+        early_share = early / max(sent, 1.0)
+        job.answer(seconds=seconds, waited_s=waited_s, early_share=early_share, loss=run.loss, each_s=each.tolist())
+    for run in runs.values():
+        run.engine.destroy()
     dist.barrier()
+
+
+def run_for(args: argparse.Namespace, way: Way) -> Run:
+    torch.manual_seed(0)
+    model = byte_model(hidden=args.hidden, layers=args.layers, ep_size=way.ep_size)
+    zero = {"stage": way.stage, **way.zero}
+    if buckets := zero.pop("buckets", 0):
+        zero["reduce_bucket_size"] = sum(parameter.numel() for parameter in model.parameters()) // buckets
+    engine = engine_of(model, way.block, zero_optimization=zero)
+    return Run(Plan("", way.ep_size, (1, 1) if way.block else None), engine)
 
 
 def counters_of(engine: Any) -> tuple[float, float, float]:

@@ -4,9 +4,10 @@
 import argparse
 import json
 import os
+import shutil
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -143,8 +144,9 @@ def moe_of(args: argparse.Namespace, expert: nn.Module) -> MoE:
 # ---- a Hugging Face model ----
 
 
-def qwen3_moe(args: argparse.Namespace, adapters: str = "") -> nn.Module:
-    """A small random Qwen3-MoE; with `adapters`, of "attention" or "attention and experts", only these are trainable.
+def qwen3_moe(args: argparse.Namespace, adapters: str = "", weights: Mapping[str, Tensor] | None = None) -> nn.Module:
+    """A Qwen3-MoE, random without `weights`; with `adapters`, of "attention" or "attention and experts", only these
+    are trainable.
 
     Called as the other models are, with (tokens, targets) and two losses.
     """
@@ -152,16 +154,19 @@ def qwen3_moe(args: argparse.Namespace, adapters: str = "") -> nn.Module:
 
     class BytesQwen3Moe(Qwen3MoeForCausalLM):
         def forward(self, tokens: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-            loss = super().forward(input_ids=tokens, labels=tokens).loss  # the router's auxiliary loss in it
-            return loss, torch.zeros_like(loss)
+            found = super().forward(input_ids=tokens, labels=tokens)
+            aux_loss = self.router_aux_loss_coef * found.aux_loss  # is part of the loss
+            return found.loss - aux_loss, aux_loss / train_lm.AUX_LOSS_WEIGHT
 
     config = Qwen3MoeConfig(
-        vocab_size=VOCABULARY, hidden_size=args.hidden, intermediate_size=2 * args.hidden,
+        vocab_size=getattr(args, "vocabulary", VOCABULARY), hidden_size=args.hidden, intermediate_size=2 * args.hidden,
         moe_intermediate_size=2 * args.hidden, num_hidden_layers=args.layers, num_attention_heads=4,
         num_key_value_heads=2, head_dim=args.hidden // 4, num_experts=args.experts, num_experts_per_tok=args.top_k,
         norm_topk_prob=True, output_router_logits=True, bos_token_id=None, eos_token_id=None, use_cache=False,
     )  # fmt: skip
     model = BytesQwen3Moe(config)
+    if weights is not None:
+        model.load_state_dict(weights)
     if not adapters:
         return model
     from peft import LoraConfig, get_peft_model
@@ -175,6 +180,28 @@ def autoep(ep_size: int) -> dict[str, Any]:
     """The "expert_parallel" block; peft puts a prefix before the names of modules."""
     pattern = r"(base_model\.model\.)?model\.layers\.\d+\.mlp"
     return {"expert_parallel": {"enabled": True, "autoep_size": ep_size, "moe_layer_pattern": pattern}}
+
+
+# ---- texts ----
+
+
+def python_files() -> list[Path]:
+    """Of the packages torch and deepspeed, 50 MB."""
+    roots = [Path(package.__file__).parent for package in (torch, deepspeed)]
+    return [path for root in roots for path in sorted(root.rglob("*.py"))]
+
+
+def header_files(part: str = "") -> list[Path]:
+    """C++ headers that come with torch, 40 MB, or those in one part of them."""
+    return sorted((Path(torch.__file__).parent / "include" / part).rglob("*.h"))
+
+
+def texts_of(files: Iterable[Path]) -> tuple[Tensor, Tensor]:
+    """(train, valid), uint8 [num_bytes] each; one file in twenty is of valid."""
+    train, valid = bytearray(), bytearray()
+    for number, path in enumerate(files):
+        (valid if number % train_lm.VALID_EVERY == 0 else train).extend(path.read_bytes())
+    return torch.frombuffer(train, dtype=torch.uint8), torch.frombuffer(valid, dtype=torch.uint8)
 
 
 # ---- engines and steps ----
@@ -250,6 +277,23 @@ def loss_on(engine: Any, corpus: Tensor, num_batches: int, *, seq_len: int) -> f
 def runtime_of(engine: Any) -> Any:
     """What ds_hybridep attached; its insides may change."""
     return engine.__dict__["_hybridep_attachment"].runtime
+
+
+def steps_in(folder: Path) -> int:
+    """Steps of the newest checkpoint; 0 without one."""
+    latest = folder / "latest"
+    return int(latest.read_text().removeprefix("step")) if latest.exists() else 0
+
+
+def save(engine: Any, folder: Path) -> None:
+    """Keep the newest checkpoint only."""
+    tag = f"step{engine.global_steps}"
+    engine.save_checkpoint(str(folder), tag=tag)
+    dist.barrier()
+    if dist.get_rank() == 0:
+        for old in folder.glob("step*"):
+            if old.name != tag:
+                shutil.rmtree(old)
 
 
 def planner_of(engine: Any) -> Any:

@@ -25,6 +25,11 @@ HERE = {  # need a few seconds; with what is printed
 }
 SLOW = {
     f"e2e {SMALL_E2E}": "hybridep auto, codecs allowed",
+    "one-at-a-time --rates 100mbit --delays 1ms --blocks 1 --steps 1 --layers 1": r"sites, encoded \| 0",
+    "fine-tuning --folder runs --seeds 0 --trained adapters --rates 1e-3 --first-steps 4 --search-steps 4 --every 2 "
+    "--megabytes 0.02 --hidden 32 --layers 1": r"sites, H 10, recommended \| 0.001 \| 1 \|",
+    "larger --folder runs --ways DeepSpeed exact,_domain --hidden 64 --layers 1 --vocabulary 300 --steps 2 --every 1 "
+    "--seq-len 32": r"exact, domain \| 2 \|",
     "latency --delays 1ms --layers 2 --kinds dropping --accumulations 1 --steps 1": r"hybridep \[2,1\] recommended",
     "sites --points none_0ms --rounds 1 --steps 1 --layers 1": "two jobs apart",
     "cuts --kinds classic --codecs recommended --cases cut_for_5_s": r"\| 0 \|",
@@ -58,8 +63,8 @@ ELSEWHERE = {
     "faults": "tests/house/test_faults.py",
 }
 IN_ONE_WORKER = pytest.mark.xdist_group("measuring programs")  # which runs them once
-ON_EMULATED_HOSTS = ("e2e", "sites", "cuts", "soak", "overlap", "replan")
-WITH_DELAY = ("latency", "link goodput", "soak", "cuts")
+ON_EMULATED_HOSTS = ("e2e", "one-at-a-time", "larger", "sites", "cuts", "soak", "overlap", "replan")
+WITH_DELAY = ("one-at-a-time", "latency", "link goodput", "soak", "cuts")
 
 
 def run_program(*words: str, folder: Path) -> str:
