@@ -7,7 +7,8 @@
 Two emulated datacentres of two ranks train the byte-level model of examples/train_lm.py, 1024 tokens per rank and
 step, fp32.  DeepSpeed, with each expert-parallel group inside a datacentre, runs with several settings (TUNINGS); the
 fastest on a network is the first row there, picked by the blocks that are compared, which favours it by up to the
-noise.  Ours are not tuned: ZeRO 1 with DeepSpeed's defaults.
+noise.  Ours are not tuned: ZeRO 1 with DeepSpeed's defaults.  So where DeepSpeed is fastest under ZeRO 0, which sends
+less and takes more memory, the second row changes the stage too; the tables have all settings.
 
 A block is a turn of every variant on one network, in a shuffled order that depends on the block only; a variant trains
 one step, which is not timed, and then some that are.  Blocks of all networks take turns.  A sitting ends after
