@@ -164,7 +164,7 @@ class Blockwise(Codec):
         return self.layout["bits"]
 
     def encode_payload(
-        self, x: Tensor, state: CodecState, payload: Tensor, is_bad: Tensor, *, sizes: Tensor | None
+        self, x: Tensor, state: CodecState, payload: Tensor, is_bad: Tensor, *, gradient: Tensor | None
     ) -> Tensor:
         flags = self.encode_fused(Source.ENCODE, x, None, state, payload=payload)
         if flags is not None:

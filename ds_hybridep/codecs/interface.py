@@ -149,11 +149,11 @@ class Codec(ABC):
 
     @abstractmethod
     def encode_payload(
-        self, x: Tensor, state: CodecState, payload: Tensor, is_bad: Tensor, *, sizes: Tensor | None
+        self, x: Tensor, state: CodecState, payload: Tensor, is_bad: Tensor, *, gradient: Tensor | None
     ) -> Tensor:
         """Write finite x [n, rows, cols] to payload [n, payload_bytes], and update `state` except where is_bad [n].
 
-        sizes: the gradient, if x is the gradient and its residual.
+        gradient: the gradient alone, if x is the gradient and its residual.
 
         Returns [n] bool: tensors that overflowed in the encoding.
         """
@@ -203,8 +203,8 @@ class Codec(ABC):
         is_done = is_bad is not None
         if is_bad is None:
             x, is_bad = codec._prepare(source, a, other)
-            sizes = a if source == Source.RESIDUAL else None
-            is_bad = is_bad | codec.encode_payload(x, state, payload, is_bad, sizes=sizes)
+            gradient = a if source == Source.RESIDUAL else None
+            is_bad = is_bad | codec.encode_payload(x, state, payload, is_bad, gradient=gradient)
         codec._write_headers(packets, layout, state.step, is_bad)
         state.step += 1
         if is_done or other is None:

@@ -107,7 +107,7 @@ class LowRank(Codec):
         return made
 
     def encode_payload(
-        self, x: Tensor, state: CodecState, payload: Tensor, is_bad: Tensor, *, sizes: Tensor | None
+        self, x: Tensor, state: CodecState, payload: Tensor, is_bad: Tensor, *, gradient: Tensor | None
     ) -> Tensor:
         """Encode, and update `state` except where x is bad or overflows."""
         found = []
@@ -115,12 +115,12 @@ class LowRank(Codec):
         with _in_fp32(x.device):
             for some in _chunks(x):
                 part = CodecState(state.step, {name: tensor[some] for name, tensor in state.tensors.items()})
-                factors, of_some = payload[some, :end], (x if sizes is None else sizes)[some]
-                found.append(self._write_factors(x[some], of_some, part, factors, is_bad[some]))
+                factors, weighed = payload[some, :end], (x if gradient is None else gradient)[some]
+                found.append(self._write_factors(x[some], weighed, part, factors, is_bad[some]))
                 if self.rest is not None:
                     left = read_integers(factors, self.effective_rank(*x.shape[1:]), torch.empty_like(x[some]))
                     left = torch.sub(x[some], left, out=left)
-                    found[-1] |= self.rest.encode_payload(left, part, payload[some, end:], is_bad[some], sizes=None)
+                    found[-1] |= self.rest.encode_payload(left, part, payload[some, end:], is_bad[some], gradient=None)
         return torch.cat(found)
 
     def encode_fused(
@@ -143,9 +143,9 @@ class LowRank(Codec):
         rest = (0, 0) if self.rest is None else (self.rest.layout["bits"], self.rest.layout["block"])
         return self.effective_rank(rows, cols), self.sizes.factors_bytes(rows, cols), *rest
 
-    def _write_factors(self, x: Tensor, sizes: Tensor, state: CodecState, payload: Tensor, is_bad: Tensor) -> Tensor:
+    def _write_factors(self, x: Tensor, weighed: Tensor, state: CodecState, payload: Tensor, is_bad: Tensor) -> Tensor:
         """Encode factors, and update `state` except where x is bad or overflows."""
-        is_overflow, is_zero, found = self._encode_factors(x, sizes, state, payload)
+        is_overflow, is_zero, found = self._encode_factors(x, weighed, state, payload)
         keeps = is_bad | is_overflow
         for name, tensor in found.items():
             # Nothing can be found from zeros, which a tensor of zeros leaves.
@@ -155,13 +155,13 @@ class LowRank(Codec):
         return is_overflow
 
     def _encode_factors(
-        self, x: Tensor, sizes: Tensor, state: CodecState, payload: Tensor
+        self, x: Tensor, weighed: Tensor, state: CodecState, payload: Tensor
     ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-        """Write the factors of x to payload.
+        """Write the factors of x to payload; the sizes of `weighed` say what counts.
 
         Returns [n] bool, tensors that overflow; [n] bool, those whose q is zero; and the next tensors of the state.
         """
-        row_weight, col_weight, found = self._weights(sizes, state)
+        row_weight, col_weight, found = self._weights(weighed, state)
         divided = Divided(x, row_weight, col_weight)
         q = self._start(state, len(x))
         for _ in range(ITERATIONS):
@@ -173,12 +173,12 @@ class LowRank(Codec):
         payload.masked_fill_(is_overflow[:, None], 0)  # what it leaves to `rest` must be finite
         return is_overflow, largest == 0, {"q": q, **found}
 
-    def _weights(self, sizes: Tensor, state: CodecState) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    def _weights(self, weighed: Tensor, state: CodecState) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         """Return sizes of rows [n, rows] and columns [n, cols] relative to the largest, and their next means."""
-        n, rows, cols = sizes.shape
+        n, rows, cols = weighed.shape
         if self.config.weighting == "none":
-            return sizes.new_ones(n, rows), sizes.new_ones(n, cols), {}
-        squares = sizes.square()
+            return weighed.new_ones(n, rows), weighed.new_ones(n, cols), {}
+        squares = weighed.square()
         now = torch.cat([squares.mean(2), squares.mean(1)], dim=1).mul_(1 - RMS_DECAY).sqrt_()
         before = torch.cat([state.tensors["row_rms"], state.tensors["col_rms"]], dim=1)
         rms = torch.hypot(before.mul_(RMS_DECAY**0.5), now).clamp_(max=LARGEST_RMS)

@@ -12,7 +12,8 @@ Own gradients pass from the first node to the second.  Autograd runs the newest 
 is made by the forward of layer l - depth, and its backward runs `depth` layers after that of _StartReturn.
 
 Until the accumulation boundary, gradients stay in the sums.  Then a `sync.transfers.Reduce` takes these to the owners.
-DeepSpeed takes the mean over ranks, here as for all gradients.  The optimizer step comes after `check_returned`.
+DeepSpeed takes the mean over ranks, here as for all gradients.  The optimizer step begins with
+`experts.migration.MigrationManager.check_returned`.
 
 Forward and step communicate from the main thread, the backward from autograd's; no other thread starts a transfer.
 """
@@ -171,7 +172,8 @@ class GradientReturn:
         pipeline: keeps returns of all layers in order.
         is_boundary: returns True if the running backward is the last before the optimizer step.
 
-    before_start: is called in the backward, at the boundary, before gradients leave.
+    before_start: is called in the backward, at the boundary, before gradients leave; `HotExperts.send_counts`, if
+        there are hot experts.
     """
 
     def __init__(self, replicas: Replicas, pipeline: StagePipeline, is_boundary: Callable[[], bool]) -> None:

@@ -145,7 +145,10 @@ class HybridRuntime:
     # -- around the optimizer step ----------------------------------------------------------------------------------
 
     def before_step(self) -> None:
-        """Call before the optimizer step, which may still be skipped."""
+        """Call before the optimizer step, which may still be skipped.
+
+        Raises GradientNotReturnedError if replicas hold gradients that have not returned to their owners.
+        """
         self.migration.before_step()
         interval, steps = self.config.advanced.verify_interval, self.statistics.num_steps
         if interval and steps and steps % interval == 0:
@@ -154,6 +157,8 @@ class HybridRuntime:
 
     def commit(self) -> bool:
         """Call before each change of parameters in the optimizer step, which is not skipped any more.
+
+        Residuals, states of codecs and packet numbers stay as the gradients of this step have left them.
 
         Returns True for the first change of a step.
         """

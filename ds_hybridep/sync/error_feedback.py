@@ -76,7 +76,7 @@ class GradientSender:
         for batch in layout.batches_to_encode(states):
             unscaled = {at: layout.parts[at].as_matrices(gradients[at]) for at in batch}
             unscaled = {at: one / scale for at, one in unscaled.items()} if scale != 1.0 else unscaled
-            residuals = {at: self._residual_of(layout.parts[at]) for at in batch}
+            residuals = {at: self._residual_of(layout.parts[at]) for at in batch}  # copies
             layout.encode_with_residual(message, unscaled, residuals, states)  # residuals and states change
             for at, residual in residuals.items():
                 left += self._stored(layout.parts[at], residual)  # now: only one batch at a time is fp32 on the device

@@ -33,8 +33,8 @@ NARROW = (torch.bfloat16, torch.float16)
 class PacketPart:
     """A matrix, or a stack of e matrices, or a vector, in a message: one packet for each matrix.
 
-    spans: what it holds, by names that are the same in every run of the program; several only for a vector, one
-        after the other.
+    spans: what it holds, by names that are the same in every run of the program; several, one after the other, only
+        for a vector of dense parameters.
     dtype: of the parameter.
     """
 

@@ -222,10 +222,12 @@ class Reduce(StagedTransfer):
     """One reduce of gradients, fastest level first.
 
     Adds what arrives to the sums of its slot: of the own one, and of those that a slower stage sends on.  Where a
-    level has a codec, `codecs.encode` keeps what a message leaves out, and `codecs.decode_add` decodes.
+    level has a codec, `codecs.encode` encodes a sum, divided by the loss scale, with the residual of this rank and
+    level, and keeps what the message leaves out.  `codecs.decode_add` adds what a message holds, times the loss scale.
 
     With two levels, the gradient of a replica at (0, 0) reaches an owner at (1, 1) by way of (0, 1).  That rank
-    decodes it, adds it to its own sum in fp32, and encodes the sum anew, with its own residual.
+    decodes it, adds it to its own sum in fp32, and encodes the sum anew, with its own residual.  Its own gradient is
+    in that sum by then: it was added before this reduce began.
 
     Args:
         stages: those of the group's stages to cross, by default all.
