@@ -98,6 +98,7 @@ bench: $(INSTALLED)
 # From the same records come the same plots, if matplotlib is the same.
 pictures: $(INSTALLED)
 	@$(BIN)/python -m benchmarks e2e --report benchmarks/results/e2e-slower-machine.jsonl --plots docs/images > /dev/null
+	@$(BIN)/python -m benchmarks one-at-a-time --report benchmarks/results/one-at-a-time.jsonl --plots docs/images > /dev/null
 	@$(BIN)/python -m benchmarks losses --report benchmarks/results/losses-integers.jsonl --plot docs/images/losses.svg
 	@$(BIN)/python -m benchmarks equal-bytes --report benchmarks/results/equal-bytes.jsonl benchmarks/results/equal-bytes-integers.jsonl --plot docs/images/equal-bytes.svg
 	@$(BIN)/python -m benchmarks scale --report benchmarks/results/scale.jsonl --plots docs/images > /dev/null
