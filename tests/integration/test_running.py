@@ -194,7 +194,7 @@ def refusals(case: Case) -> tuple[tuple[str, str], tuple[str, str]]:
 
 def evaluate_on_one_rank(case: Case) -> tuple[str, float]:
     """The error where rank 0 alone evaluates, and how long it took to come."""
-    soon = mock.patch.object(channels, "LEAST_NOTICE_S", 3.0)
+    soon = mock.patch.object(channels, "LEAST_NOTICE_S", 3.0)  # no key sets it; the notice takes twice that
     with soon, engine_of(case, with_block=True, hybridep={"timeout_s": 20}) as engine:
         train(engine, case, 0, 1)
         begin = time.monotonic()

@@ -173,7 +173,7 @@ def test_a_joiner_decides_nothing_but_may_ask_for_another_epoch(says: tuple[bool
 
 def test_members_go_on_without_a_joiner_that_is_not_reached(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its port takes no connections: no exchange waits for it, and after some seconds it is missed."""
-    monkeypatch.setattr(exchange, "CONNECT_S", 3.0)
+    monkeypatch.setattr(exchange, "CONNECT_S", 3.0)  # no key sets it; they wait for all of it
     sites = Sites(["a", "c"], joiners="c", reaches="")
     try:
         member = sites.connections["a"]

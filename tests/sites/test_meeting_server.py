@@ -166,7 +166,7 @@ def test_what_it_keeps_outlives_it(tmp_path: Path) -> None:
 
 
 def test_another_service_on_its_port_for_a_while_ends_no_site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ds_hybridep.sites.member, "RETRY_S", 0.2)
+    monkeypatch.setattr(ds_hybridep.sites.member, "RETRY_S", 0.2)  # no key sets it; the pauses are most of the test
     port = free_port()
     with Meeting(tmp_path, port=port) as meeting:
         one = member(meeting, tmp_path)

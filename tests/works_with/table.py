@@ -82,8 +82,15 @@ class Row:
         return found
 
 
-# One of each kind; less than half a minute of CPU time together.
-QUICK = {"sft", "lora_router", "accelerator_save_model"}
+# One of each kind; less than a minute of CPU time together.
+QUICK = {
+    "trainer_without_optimizer",
+    "sft",
+    "grpo_of_unequal_lengths",
+    "lora_router",
+    "accelerator_save_model",
+    "ema_by_deepcopy",
+}
 
 SECTIONS: tuple[tuple[str, tuple[Row, ...]], ...] = (
     (
