@@ -78,8 +78,8 @@ FAULTS = (
     Fault(
         "a residual is dropped",
         "sync/error_feedback.py",
-        "layout.encode_with_residual(message, unscaled, residuals, states)",
-        "layout.encode_with_residual(message, unscaled, {at: one.zero_() for at, one in residuals.items()}, states)",
+        "Source.RESIDUAL, unscaled, residuals,",
+        "Source.RESIDUAL, unscaled, [one.zero_() for one in residuals],",
         "tests/sync/test_error_feedback.py::test_residuals_are_what_was_not_sent",
     ),
     Fault(

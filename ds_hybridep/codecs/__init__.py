@@ -18,9 +18,9 @@ from ds_hybridep.codecs.interface import Codec, CodecState, PacketOrder
 from ds_hybridep.codecs.low_rank import LowRank
 from ds_hybridep.codecs.patch import PatchCodec
 from ds_hybridep.config_codecs import PATCH, CodecConfig, LowRankConfig
-from ds_hybridep.kernels import Mode
+from ds_hybridep.kernels import Mode, Source
 
-__all__ = ["Codec", "CodecState", "PacketOrder", "PatchCodec", "make_codec", "make_weight_codec"]
+__all__ = ["Codec", "CodecState", "PacketOrder", "PatchCodec", "Source", "make_codec", "make_weight_codec"]
 
 
 def make_codec(config: CodecConfig, *, kernels: Mode = "auto") -> Codec:

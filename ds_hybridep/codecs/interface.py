@@ -145,6 +145,41 @@ class Codec(ABC):
         """Encode x + residual; the residual becomes what packets leave out.  Tensors with inf or nan keep theirs."""
         return self._encode(Source.RESIDUAL, x, residual, state, out=out)
 
+    # ---- several tensors of the same rows and cols at once ----
+
+    def encode_batch(
+        self, source: Source, tensors: Sequence[Tensor], others: Sequence[Tensor], states: Sequence[CodecState],
+        packets: Sequence[Tensor],
+    ) -> None:  # fmt: skip
+        """Encode tensors, each [n, rows, cols] with its n, to `packets`, each [n, packet_bytes] uint8.
+
+        others: what `source` wants, mirrors or residuals.  They become what `encode_update` and `encode_with_residual`
+            make of them, in place.
+        states: of encoders that have made as many steps; each advances by one.
+        """
+        if len(tensors) == 1:
+            self._encode(source, tensors[0], others[0], states[0], out=packets[0])
+            return
+        state, other = CodecState.cat(states), torch.cat(list(others))
+        found = self._encode(source, torch.cat(list(tensors)), other, state, out=None)
+        state.split_into(states)
+        lengths = [len(one) for one in tensors]
+        torch._foreach_copy_(list(others), list(other.split(lengths)))
+        torch._foreach_copy_(list(packets), list(found.split(lengths)))
+
+    def decode_add_batch(self, packets: Sequence[Tensor], sums: Sequence[Tensor], factor: float = 1.0) -> None:
+        """Add what packets hold, times `factor`, to `sums`, each [n, rows, cols] with its n; as `decode_add` does."""
+        if len(sums) == 1 and factor == 1.0:
+            self.decode_add(packets[0], sums[0])
+            return
+        lengths, joined = [len(one) for one in sums], torch.cat(list(packets))
+        if factor == 1.0:
+            total = self.decode_add(joined, torch.cat(list(sums)))
+            torch._foreach_copy_(list(sums), list(total.split(lengths)))
+            return
+        found = self.decode(joined, sums[0].new_empty(sum(lengths), *sums[0].shape[1:]))
+        torch._foreach_add_(list(sums), list(found.split(lengths)), alpha=factor)
+
     # ---- what a subclass says ----
 
     @abstractmethod

@@ -5,6 +5,7 @@ import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
+from enum import Enum
 from functools import partial
 from typing import Any
 
@@ -74,6 +75,14 @@ def prepare_runtime(config: HybridEPConfig, facts: Facts) -> Callable[[], "Hybri
     return build
 
 
+class StepState(Enum):
+    """Where the optimizer step is: `before_step`, `commit` and `after_step` or `abandon_step` go through them."""
+
+    NONE = "between two steps: zero_grad undoes what codecs have noted"
+    ANNOUNCED = "about to run, or to be skipped"
+    CHANGING = "parameters change: the transaction is committed"
+
+
 class HybridRuntime:
     """Everything that one engine has under one plan: channels, layers, migration and counters."""
 
@@ -97,7 +106,7 @@ class HybridRuntime:
             facts.loss_scale,
             transaction=self.transaction,
         )
-        self._is_stepping = self._is_committed = False
+        self.step_state = StepState.NONE
         self.shared_parameters: Callable[[str], Sequence[Tensor]] = lambda _: ()  # flat, by name of the group
         # This makes channels, in the same order on all ranks, and before memory is allocated.
         encoding = facts.complete(encoding_of(self.plan, config.advanced.kernels))
@@ -153,7 +162,7 @@ class HybridRuntime:
         interval, steps = self.config.advanced.verify_interval, self.statistics.num_steps
         if interval and steps and steps % interval == 0:
             self.verify()
-        self._is_stepping = True
+        self.step_state = StepState.ANNOUNCED
 
     def commit(self) -> bool:
         """Call before each change of parameters in the optimizer step, which is not skipped any more.
@@ -162,9 +171,9 @@ class HybridRuntime:
 
         Returns True for the first change of a step.
         """
-        if not self._is_stepping or self._is_committed:
+        if self.step_state != StepState.ANNOUNCED:
             return False
-        self._is_committed = True
+        self.step_state = StepState.CHANGING
         self.transaction.commit()  # first, because it frees memory that the step needs
         self.migration.remember_sent()
         return True
@@ -178,7 +187,7 @@ class HybridRuntime:
 
     def abandon_step(self) -> None:
         """Call if the optimizer failed in the step that `before_step` announced; some weights may have changed."""
-        self._is_stepping = self._is_committed = False
+        self.step_state = StepState.NONE
         self.migration.after_step(ships=False)
 
     def after_step(self, *, was_applied: bool, ships: bool = True) -> dict[str, Any] | None:
@@ -186,7 +195,7 @@ class HybridRuntime:
 
         ships: send the new weights to their replicas; False if another plan follows, which ships all weights.
         """
-        self._is_stepping = self._is_committed = False
+        self.step_state = StepState.NONE
         if was_applied:
             self.transaction.commit()  # again: an optimizer with a step of its own does not say when it begins
         if self.hot.layers and (found := self.hot.after_step(was_applied=was_applied)):
@@ -207,7 +216,7 @@ class HybridRuntime:
         drops_returned: the owners also drop the gradients that were already returned to them.
         """
         # The step calls zero_grad itself; `after_step` then commits or undoes.
-        if drops_returned and not self._is_stepping:
+        if drops_returned and self.step_state == StepState.NONE:
             self.undo_gradients()
         self.migration.drop_gradients()
 

@@ -21,7 +21,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from ds_hybridep.codecs import Codec, CodecState, PacketOrder
+from ds_hybridep.codecs import Codec, CodecState, PacketOrder, Source
 from ds_hybridep.codecs.compact import compact, compact_shape, expand, mix
 from ds_hybridep.geometry.slots import Span
 from ds_hybridep.sync.encoding import CodecCounters, no_scale
@@ -74,12 +74,13 @@ class GradientSender:
         # Neighbouring vectors share a packet.  The state of the first one encodes it, and the others' count it.
         states = [spans[0].state for spans in sent]
         for batch in layout.batches_to_encode(states):
-            unscaled = {at: layout.parts[at].as_matrices(gradients[at]) for at in batch}
-            unscaled = {at: one / scale for at, one in unscaled.items()} if scale != 1.0 else unscaled
-            residuals = {at: self._residual_of(layout.parts[at]) for at in batch}  # copies
-            layout.encode_with_residual(message, unscaled, residuals, states)  # residuals and states change
-            for at, residual in residuals.items():
-                left += self._stored(layout.parts[at], residual)  # now: only one batch at a time is fp32 on the device
+            parts, packets = [layout.parts[at] for at in batch], layout.packets(message, batch)
+            unscaled = [part.as_matrices(gradients[at]) for at, part in zip(batch, parts, strict=True)]
+            unscaled = [one / scale for one in unscaled] if scale != 1.0 else unscaled
+            residuals = [self._residual_of(part) for part in parts]  # copies, which become what the packets lack
+            layout.codec.encode_batch(Source.RESIDUAL, unscaled, residuals, [states[at] for at in batch], packets)
+            for part, residual in zip(parts, residuals, strict=True):
+                left += self._stored(part, residual)  # now: only one batch at a time is fp32 on the device
         for other in (one for spans in sent for one in spans[1:]):
             other.state.step += 1
         _keep(left)

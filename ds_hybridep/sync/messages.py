@@ -10,7 +10,7 @@ Packets, values and states are those of one part after the other, up to the roun
 """
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -68,10 +68,10 @@ class PacketPart:
 
 @dataclass(frozen=True)
 class MessageLayout:
-    """The packets of one slot, for one codec: where they lie in a message, and how they are encoded and decoded.
+    """The packets of one slot, for one codec: where they lie in a message, and which of them form a batch.
 
-    A batch is a list of places in `parts`.  Whoever keeps something of each part brings it batch by batch, so that no
-    more than one batch of it is fp32 on the device.
+    A batch is a list of places in `parts`.  Whoever keeps something of each part encodes or decodes batch by batch, so
+    that no more than one batch of it is fp32 on the device.
     """
 
     codec: Codec
@@ -103,50 +103,9 @@ class MessageLayout:
             for num_experts, num_bytes, start in (places[at] for at in batch)
         ]
 
-    # -- encoding ---------------------------------------------------------------------------------------------------
-
     def batches_to_encode(self, states: Sequence[CodecState]) -> list[list[int]]:
         """Return the batches of parts of which the encoders, whose states these are, have made as many steps."""
         return batches([part.matrices for part in self.parts], [state.step for state in states])
-
-    def encode_with_residual(
-        self,
-        message: Tensor,
-        gradients: Mapping[int, Tensor],
-        residuals: Mapping[int, Tensor],
-        states: Sequence[CodecState],
-    ) -> None:
-        """Encode gradient + residual of one batch into a message.  Residuals and states change in place.
-
-        gradients, residuals: fp32 [e, rows, cols] by place of the part.  states: of all parts.
-        """
-        self._encode(self.codec.encode_with_residual, message, gradients, residuals, states)
-
-    def encode_update(
-        self,
-        message: Tensor,
-        weights: Mapping[int, Tensor],
-        mirrors: Mapping[int, Tensor],
-        states: Sequence[CodecState],
-    ) -> None:
-        """Encode weight - mirror of one batch into a message.  Mirrors and states change in place.
-
-        weights, mirrors: fp32 [e, rows, cols] by place of the part.  states: of all parts.
-        """
-        self._encode(self.codec.encode_update, message, weights, mirrors, states)
-
-    def _encode(
-        self,
-        encode: Callable[..., Tensor],
-        message: Tensor,
-        tensors: Mapping[int, Tensor],
-        others: Mapping[int, Tensor],
-        states: Sequence[CodecState],
-    ) -> None:
-        of_batch, packets = [states[at] for at in tensors], self.packets(message, tensors)
-        encode_batch(encode, list(tensors.values()), list(others.values()), of_batch, packets)
-
-    # -- decoding ---------------------------------------------------------------------------------------------------
 
     @cached_property
     def batches(self) -> list[list[int]]:
@@ -157,14 +116,7 @@ class MessageLayout:
         """Decode a message, and add what it holds, times `factor`, to `sums` ([e, *shape] fp32 for each part)."""
         matrices = [total.view(part.matrices) for part, total in zip(self.parts, sums, strict=True)]
         for batch in self.batches:
-            self.decode_add_batch(message, {at: matrices[at] for at in batch}, factor)
-
-    def decode_add_batch(self, message: Tensor, values: Mapping[int, Tensor], factor: float = 1.0) -> None:
-        """Decode one batch of a message, and add it, times `factor`, to `values`.
-
-        values: fp32 [e, rows, cols] by place of the part.
-        """
-        decode_add_batch(self.codec, self.packets(message, values), list(values.values()), factor)
+            self.codec.decode_add_batch(self.packets(message, batch), [matrices[at] for at in batch], factor)
 
     @cached_property
     def _places(self) -> tuple[int, list[tuple[int, int, int]]]:
@@ -196,39 +148,6 @@ def batches(tensors: Sequence[tuple[int, int, int]], steps: Sequence[int] | None
         batch.append(place)
         open_batches[key] = batch, held + n * rows * cols
     return found
-
-
-def encode_batch(
-    encode: Callable[..., Tensor], tensors: Sequence[Tensor], others: Sequence[Tensor], states: Sequence[CodecState],
-    packets: Sequence[Tensor],
-) -> None:  # fmt: skip
-    """Encode tensors of a batch to packets.  `others`, which are mirrors or residuals, and states change in place.
-
-    encode: `encode_update` or `encode_with_residual` of a codec.
-    """
-    if len(tensors) == 1:
-        encode(tensors[0], others[0], states[0], out=packets[0])
-        return
-    state, other = CodecState.cat(states), torch.cat(list(others))
-    found = encode(torch.cat(list(tensors)), other, state)
-    state.split_into(states)
-    sizes = [len(one) for one in tensors]
-    torch._foreach_copy_(list(others), list(other.split(sizes)))
-    torch._foreach_copy_(list(packets), list(found.split(sizes)))
-
-
-def decode_add_batch(codec: Codec, packets: Sequence[Tensor], sums: Sequence[Tensor], factor: float) -> None:
-    """Add what packets of a batch hold, times `factor`, to `sums` [n, rows, cols]."""
-    if len(sums) == 1 and factor == 1.0:
-        codec.decode_add(packets[0], sums[0])
-        return
-    sizes, joined = [len(one) for one in sums], torch.cat(list(packets))
-    if factor == 1.0:
-        total = codec.decode_add(joined, torch.cat(list(sums)))
-        torch._foreach_copy_(list(sums), list(total.split(sizes)))
-        return
-    found = codec.decode(joined, sums[0].new_empty(sum(sizes), *sums[0].shape[1:]))
-    torch._foreach_add_(list(sums), list(found.split(sizes)), alpha=factor)
 
 
 # -- parts and tensors --------------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from ds_hybridep.codecs import Codec, PacketOrder, PatchCodec
+from ds_hybridep.codecs import Codec, PacketOrder, PatchCodec, Source
 from ds_hybridep.errors import PacketError
 from ds_hybridep.sync.home import Home
 from ds_hybridep.sync.messages import NARROW, MessageLayout, copy_to, load_states
@@ -68,10 +68,11 @@ class Mirror:
         """Return the uint8 message that brings every replica closer to `weights` ([e, *shape] for each part)."""
         layout, message = self.layout, self.layout.new_message(self.home.device)
         for batch in layout.batches_to_encode(self.states):
-            matrices = {at: layout.parts[at].as_matrices(weights[at]) for at in batch}
-            mirrors = {at: self.home.fetch(self.values[at]) for at in batch}
-            layout.encode_update(message, matrices, mirrors, self.states)  # mirrors and states change
-            for at, mirror in mirrors.items():
+            matrices = [layout.parts[at].as_matrices(weights[at]) for at in batch]
+            mirrors = [self.home.fetch(self.values[at]) for at in batch]
+            packets, states = layout.packets(message, batch), [self.states[at] for at in batch]
+            layout.codec.encode_batch(Source.UPDATE, matrices, mirrors, states, packets)
+            for at, mirror in zip(batch, mirrors, strict=True):  # mirrors and states have changed
                 self.home.put(self.values[at], mirror)
         return [message]
 
@@ -130,7 +131,7 @@ class Replica:
         for batch in self.layout.batches:
             shared = {at for at in batch if self.values[at].data_ptr() == self._weights[at].data_ptr()}
             work = {at: self.values[at] if at in shared else self.home.fetch(self.values[at]) for at in batch}
-            self.layout.decode_add_batch(messages[0], work)
+            self.layout.codec.decode_add_batch(self.layout.packets(messages[0], batch), list(work.values()))
             for at, value in work.items():
                 if at not in shared:
                     self.home.put(self.values[at], value)

@@ -37,7 +37,7 @@ from training import (
 import ds_hybridep
 from ds_hybridep.deepspeed.engine_view import Zero12View
 from ds_hybridep.errors import UnsupportedError, VerificationError
-from ds_hybridep.runtime.runtime import HybridRuntime
+from ds_hybridep.runtime.runtime import HybridRuntime, StepState
 
 pytestmark = pytest.mark.dist
 
@@ -391,13 +391,14 @@ def test_a_verification_that_fails_opens_no_step() -> None:
     """In an open step zero_grad keeps what codecs have noted."""
     runtime: Any = HybridRuntime.__new__(HybridRuntime)
     runtime.config = SimpleNamespace(advanced=SimpleNamespace(verify_interval=1))
-    runtime.statistics, runtime.migration, runtime._is_stepping = SimpleNamespace(num_steps=1), mock.Mock(), False
+    runtime.statistics, runtime.migration = SimpleNamespace(num_steps=1), mock.Mock()
+    runtime.step_state = StepState.NONE
     with mock.patch.object(HybridRuntime, "verify", side_effect=VerificationError), pytest.raises(VerificationError):
         runtime.before_step()
-    assert not runtime._is_stepping
+    assert runtime.step_state == StepState.NONE
     with mock.patch.object(HybridRuntime, "verify"):
         runtime.before_step()
-    assert runtime._is_stepping
+    assert runtime.step_state == StepState.ANNOUNCED
 
 
 @pytest.mark.parametrize(

@@ -7,16 +7,10 @@ from codec_cases import BALANCED, assert_same_bits, make_codec, normal
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ds_hybridep.codecs import Source
 from ds_hybridep.geometry.slots import whole
 from ds_hybridep.sync.home import Home
-from ds_hybridep.sync.messages import (
-    MOST_ELEMENTS,
-    MessageLayout,
-    batches,
-    decode_add_batch,
-    encode_batch,
-    packet_parts,
-)
+from ds_hybridep.sync.messages import MOST_ELEMENTS, MessageLayout, batches, packet_parts
 from ds_hybridep.sync.mirrors import Mirror, Replica
 
 CPU = torch.device("cpu")
@@ -41,8 +35,10 @@ def test_large_tensors_go_alone():
 
 
 @pytest.mark.parametrize("spec", ["int8", "int4", {**BALANCED, "rank": 3}, {**BALANCED, "rank": 3, "rest": "int2"}])
-@pytest.mark.parametrize("method", ["encode_update", "encode_with_residual"])
-def test_a_batch_sends_what_its_tensors_would_send(spec, method):
+@pytest.mark.parametrize(
+    ("source", "method"), [(Source.UPDATE, "encode_update"), (Source.RESIDUAL, "encode_with_residual")]
+)
+def test_a_batch_sends_what_its_tensors_would_send(spec, source, method):
     codec, counts = make_codec(spec), (1, 3, 2)
     others = [[torch.zeros(n, 40, 30) for n in counts] for _ in range(2)]
     states = [[codec.new_state(n, 40, 30) for n in counts] for _ in range(2)]
@@ -50,7 +46,7 @@ def test_a_batch_sends_what_its_tensors_would_send(spec, method):
         x = [normal(n, 40, 30, seed=10 * step + n) for n in counts]
         x[1][0, 0, 0] = float("nan") if step == 1 else 0.0
         packets = [torch.empty(n, codec.packet_bytes(40, 30), dtype=torch.uint8) for n in counts]
-        encode_batch(getattr(codec, method), x, others[0], states[0], packets)
+        codec.encode_batch(source, x, others[0], states[0], packets)
         alone = [getattr(codec, method)(*one) for one in zip(x, others[1], states[1], strict=True)]
         for one, other in zip((*packets, *others[0]), (*alone, *others[1]), strict=True):
             if spec in ("int8", "int4"):
@@ -65,7 +61,7 @@ def test_a_batch_is_decoded_to_the_bits_of_its_tensors():
     packets = [codec.encode(normal(n, 40, 30), codec.new_state(n, 40, 30)) for n in counts]
     for factor in (1.0, 0.375):
         sums, alone = ([normal(n, 40, 30, seed=1) for n in counts] for _ in range(2))
-        decode_add_batch(codec, packets, sums, factor)
+        codec.decode_add_batch(packets, sums, factor)
         for one, other, packet in zip(sums, alone, packets, strict=True):
             assert_same_bits(one, other + codec.decode(packet, torch.empty_like(other)) * factor)
 
