@@ -85,6 +85,7 @@ class DataParallelSync:
         ZeRO 1 and 2, in this order:
           labels              optimizer.allreduce_and_scatter     DeepSpeed has divided the slices of a bucket already
           sum for the owners  optimizer.allreduce_bucket          DeepSpeed copies each owner's slice from the result
+        before the last sums  optimizer.independent_gradient_partition_epilogue: the end of a backward (ZeRO 2)
         norms and overflow    see `GradientNorms`
         gather of parameters  all_gather_dp_groups                a function that all optimizers call
 

@@ -38,7 +38,10 @@ def bind_optimizer(attachment: Attachment) -> None:
 
 
 def _before_change(known: "weakref.ref[Attachment]", *_: Any) -> None:
-    """Runs before the optimizer changes parameters: from here on the step is not skipped any more."""
+    """Runs before the optimizer changes parameters: from here on the step is not skipped any more.
+
+    So residuals and packet numbers stay as the gradients of this step have left them.
+    """
     if (attachment := known()) is not None and attachment.runtime.commit() and attachment.dense is not None:
         attachment.dense.before_change()
 

@@ -67,6 +67,7 @@ class CompiledKernels:
         self._rows = extension  # what moves and sums rows
 
     def plan_routes(self, topk_idx: Tensor, expert_to_destination: Tensor, num_destinations: int) -> Routes:
+        """Return which token goes to which destination, by its experts [T, K] and the place of each [E], int32."""
         sizes = sizes_of("plan_routes", *"TKE", topk_idx=topk_idx, expert_to_destination=expert_to_destination)
         num_tokens, top_k, _ = sizes
         self._device_of(topk_idx=topk_idx, expert_to_destination=expert_to_destination)
@@ -74,20 +75,21 @@ class CompiledKernels:
         num_chunks = extension.plan_chunks(num_tokens, top_k, torch.get_num_threads())
         chunk_rows = torch.empty(num_chunks, num_destinations, dtype=torch.int64)
         rows_per_destination = torch.empty(num_destinations, dtype=torch.int64)
-        routes = (topk_idx, expert_to_destination, *sizes, num_destinations, num_chunks, chunk_rows)
-        num_rows = call(extension.plan_count, *routes, rows_per_destination)
-        plan = Routes(
+        given = (topk_idx, expert_to_destination, *sizes, num_destinations, num_chunks, chunk_rows)
+        num_rows = call(extension.plan_count, *given, rows_per_destination)
+        routes = Routes(
             rows_per_destination=tuple(rows_per_destination.tolist()),
             row_to_token=torch.empty(num_rows, dtype=torch.int64),
             row_topk_idx=torch.empty(num_rows, top_k, dtype=torch.int32),
             slot_to_row=torch.empty(num_tokens, top_k, dtype=torch.int64),
             first_slot_to_row=torch.empty(num_tokens, top_k, dtype=torch.int64),
         )
-        filled = (plan.row_to_token, plan.row_topk_idx, plan.slot_to_row, plan.first_slot_to_row)
-        call(extension.plan_fill, *routes, *filled)
-        return plan
+        filled = (routes.row_to_token, routes.row_topk_idx, routes.slot_to_row, routes.first_slot_to_row)
+        call(extension.plan_fill, *given, *filled)
+        return routes
 
     def dispatch_rows(self, x: Tensor, slot_to_row: Tensor, num_rows: int) -> Tensor:
+        """Copy each token of x [T, D] to the rows of its slots, [T, K] -> [R, D]."""
         num_tokens, top_k, hidden = sizes_of("dispatch_rows", *"TKD", x=x, slot_to_row=slot_to_row)
         device = self._device_of(x=x, slot_to_row=slot_to_row)
         out = torch.empty((num_rows, hidden), dtype=x.dtype, device=device)
@@ -121,6 +123,7 @@ class CompiledKernels:
     def combine_rows(
         self, rows: Tensor, slot_to_row: Tensor, weights: Tensor | None = None, *, out_dtype: torch.dtype | None = None
     ) -> Tensor:
+        """Sum the rows [R, D] of each token's slots in fp32, times weights [T, K] fp32; returns [T, D], rounded."""
         sizes = sizes_of("combine_rows", *"TKRD", rows=rows, slot_to_row=slot_to_row, weights=weights)
         rows_type = _type_code("rows", rows.dtype)
         out_type = rows_type if out_dtype is None else _type_code("out_dtype", out_dtype)

@@ -38,7 +38,7 @@ class _SentSpan:
     """What a sender keeps of one span.
 
     shape: [n, rows, cols], as its codec sees it.
-    residual: fp32 of this shape; int16 in the form of `codecs.compact` for 16-bit parameters.  Never changed in place.
+    residual: fp32 of this shape; int16 in the form of `codecs.compact` for 16-bit gradients.  Never changed in place.
     count: how often a residual was stored, for the random rounding of the compact form.
     """
 

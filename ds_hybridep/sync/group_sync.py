@@ -180,7 +180,7 @@ class GroupSync:
         else:
             slots_of = enumerate(cut(spans, even_bounds(spans, self.num_slots)))
             buffer = _SlottedBuffer(flat, [(slot, span) for slot, found in slots_of for span in found], self.num_slots)
-        to_owners, to_all = self._gradient_codecs(buffer)
+        to_owners, to_all = self._slot_codecs(buffer)
         sums = self._reduce(buffer, to_owners, is_last=True)
         self._give_to_all(buffer, to_all, sums)
         buffer.write_back()
@@ -196,7 +196,7 @@ class GroupSync:
         by_slot = [(self._slot_of_index[owner], span) for owner, span in slices]
         # 16-bit values are copied anyway before anything is added to them.
         buffer = _SlottedBuffer(flat, by_slot, self.num_slots, copies=flat.dtype not in NARROW)
-        codecs, _ = self._gradient_codecs(buffer)
+        codecs, _ = self._slot_codecs(buffer)
         total = self._reduce(buffer, codecs, is_last=is_last)[self.own_slot]
         if is_last and codecs is not None and flat.dtype in NARROW:
             total = self._rounded(codecs.parts[self.own_slot], total, flat.dtype)
@@ -223,11 +223,11 @@ class GroupSync:
         self._earlier_sums.clear()
         self.waiting_names.clear()
 
-    def _gradient_codecs(self, buffer: _SlottedBuffer) -> tuple[SlotCodecs | None, SlotCodecs | None]:
+    def _slot_codecs(self, buffer: _SlottedBuffer) -> tuple[SlotCodecs | None, SlotCodecs | None]:
         """Return the codecs of a buffer on the sums' way to owners, and on that to all ranks; None: not encoded."""
         found = None
         if self._encodes_gradients:
-            found = self.memory.gradient_codecs(buffer.spans, buffer.values[self.own_slot])
+            found = self.memory.slot_codecs(buffer.spans, buffer.values[self.own_slot])
         return found or (None, None)
 
     def _reduce(self, buffer: _SlottedBuffer, codecs: SlotCodecs | None, *, is_last: bool) -> Sequence[Tensor]:

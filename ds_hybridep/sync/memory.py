@@ -209,7 +209,7 @@ class CodecMemory:
 
     # -- buffers ----------------------------------------------------------------------------------------------------
 
-    def gradient_codecs(self, spans: Sequence[tuple[Span, ...]], like: Tensor) -> tuple[SlotCodecs, SlotCodecs] | None:
+    def slot_codecs(self, spans: Sequence[tuple[Span, ...]], like: Tensor) -> tuple[SlotCodecs, SlotCodecs] | None:
         """Return the codecs of a flat buffer on the sums' way to owners, and on that to all ranks.
 
         None if gradients travel as they are.

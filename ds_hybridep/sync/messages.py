@@ -35,7 +35,7 @@ class PacketPart:
 
     spans: what it holds, by names that are the same in every run of the program; several, one after the other, only
         for a vector of dense parameters.
-    dtype: of the parameter.
+    dtype: of the weights or gradients before they are encoded.
     """
 
     shape: torch.Size
@@ -154,7 +154,11 @@ def batches(tensors: Sequence[tuple[int, int, int]], steps: Sequence[int] | None
 
 
 def packet_parts(spans: Iterable[Span], dtype: torch.dtype = torch.float32) -> tuple[PacketPart, ...]:
-    """Return the parts of a slot's message, in the order of its elements; neighbouring vectors form one part."""
+    """Return the parts of a slot's message, in the order of its elements; neighbouring vectors form one part.
+
+    Whole rows of a span's tensor form a matrix, and whole matrices a stack.  Rows that it has in part are vectors, and
+    so are very small matrices (`geometry.slots.shapes_of`).
+    """
     parts: list[PacketPart] = []
     for span in spans:
         start = span.start

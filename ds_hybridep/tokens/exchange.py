@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Moves rows between the ranks of one exchange.
+"""Moves rows between the ranks of one exchange: `dispatch` to where their experts are, `combine` back.
 
 The receiver of a dispatch does not know the number of rows.  The first message gives it, and carries as many rows as
 the receiver has room for.  Both ends derive this room from the dispatch before.  A second transfer takes the surplus:
@@ -24,11 +24,13 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import compress, groupby
 from operator import itemgetter
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import Function
 
-from ds_hybridep.errors import CommunicationError
+from ds_hybridep.errors import NO_SECOND_DERIVATIVES, CommunicationError, UnsupportedError
 from ds_hybridep.geometry.row_format import RowFormat
 from ds_hybridep.geometry.token_route import RouteStage
 from ds_hybridep.kernels import Kernels, Routes
@@ -43,7 +45,7 @@ class Exchange:
     """A `RouteStage` with its channel, its kernels and room for its messages.  Lives as long as the layer."""
 
     layer: str
-    ranks: tuple[int, ...]  # destinations in order, this rank included
+    ranks: tuple[int, ...]  # destinations in order: this rank, and those in its place in other domains
     self_index: int
     expert_to_destination: Tensor  # [E] int32, places in `ranks`: where rows of an expert go
     channel: Channel
@@ -117,6 +119,33 @@ def build_exchanges(
         )
         for stage in stages
     )
+
+
+def dispatch(
+    x: Tensor, topk_idx: Tensor, topk_weights: Tensor, exchange: Exchange
+) -> tuple[Tensor, Tensor, Tensor, DispatchState]:
+    """Send rows to their destinations.  Returns the rows sent here, ordered by sender, then by the sender's token.
+
+    Args:
+        x: [T, D] tokens, or rows of a dispatch before.
+        topk_idx: [T, K] int32 global expert ids, -1 = dropped.
+        topk_weights: [T, K] fp32 gate weights.
+
+    Returns:
+        rows [R, D] in x.dtype, their topk_idx [R, K] int32 (-1 for experts reached through other ranks) and
+        topk_weights [R, K] fp32, and the state that `combine` takes.
+    """
+    routes = exchange.kernels.plan_routes(topk_idx, exchange.expert_to_destination, len(exchange.ranks))
+    with torch.no_grad():
+        state, rows, row_topk_idx, row_weights = exchange_rows(exchange, routes, x, topk_weights)
+    rows, row_weights = _Dispatch.apply(x, topk_weights, [rows, row_weights], state)
+    return rows, row_topk_idx, row_weights, state
+
+
+def combine(partial_sums: Tensor, state: DispatchState) -> Tensor:
+    """Return the sum of each token's partial results, [R, D] -> [T, D]; accumulates in fp32, in destination order."""
+    sums: Tensor = _Combine.apply(partial_sums, state)
+    return sums
 
 
 def exchange_rows(
@@ -332,3 +361,46 @@ def to_device(tensor: Tensor, device: torch.device) -> Tensor:
     From memory that is not pinned, a copy may first wait for all work of the current stream.
     """
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
+
+
+# ---- autograd ----
+
+
+class _Dispatch(Function):
+    @staticmethod
+    def forward(
+        ctx: Any, _x: Tensor, _topk_weights: Tensor, arrived: list[Tensor], state: DispatchState
+    ) -> tuple[Tensor, ...]:
+        """Return what arrived; autograd sees it as a function of what was sent."""
+        ctx.state = state
+        return tuple(arrived)
+
+    @staticmethod
+    def backward(ctx: Any, grad_rows: Tensor, grad_row_weights: Tensor) -> tuple[Tensor, Tensor, None, None]:
+        if torch.is_grad_enabled():
+            raise UnsupportedError(NO_SECOND_DERIVATIVES)
+        state = ctx.state
+        routes, kernels = state.routes, state.exchange.kernels
+        grad_row_weights, grad_rows = state.send_back([grad_row_weights, grad_rows], "return of input gradients")
+        grad_x = kernels.combine_rows(grad_rows, routes.first_slot_to_row)
+        # One row has served each slot (t, k).  An extra row takes the slots that were not routed.
+        padded = torch.cat([grad_row_weights, grad_row_weights.new_zeros(1, grad_row_weights.shape[1])])
+        slot_to_row = routes.slot_to_row.where(routes.slot_to_row >= 0, grad_row_weights.shape[0])
+        return grad_x, padded.gather(0, slot_to_row), None, None
+
+
+class _Combine(Function):
+    @staticmethod
+    def forward(ctx: Any, partial_sums: Tensor, state: DispatchState) -> Tensor:
+        ctx.state = state
+        (returned,) = state.send_back([partial_sums], "combine of rows")
+        return state.exchange.kernels.combine_rows(returned, state.routes.first_slot_to_row)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        if torch.is_grad_enabled():
+            raise UnsupportedError(NO_SECOND_DERIVATIVES)
+        state, routes = ctx.state, ctx.state.routes
+        grad_rows = state.exchange.kernels.dispatch_rows(grad.contiguous(), routes.first_slot_to_row, routes.num_rows)
+        (grad_partial_sums,) = state.send([grad_rows], "dispatch of output gradients")
+        return grad_partial_sums, None

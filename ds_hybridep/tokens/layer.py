@@ -32,7 +32,7 @@ from ds_hybridep.errors import NO_SECOND_DERIVATIVES, UnsupportedError
 from ds_hybridep.experts.migration import MigrationManager
 from ds_hybridep.kernels import Kernels, Routes
 from ds_hybridep.sync.transaction import is_in_backward
-from ds_hybridep.tokens.exchange import DispatchState, Exchange, exchange_rows
+from ds_hybridep.tokens.exchange import Exchange, combine, dispatch
 from ds_hybridep.transport.channels import profiler_range
 
 _computing = threading.local()
@@ -151,7 +151,8 @@ class HybridMoE:
             if self.weighs_inputs:
                 expert_rows = weigh_rows(expert_rows, topk_weights, routes)
                 topk_weights = torch.ones_like(topk_weights)
-            # 2. Split them by call.  A call is of one expert, or of all experts of a slot.
+            # 2. Split them by call.  A call is of one expert, or of all experts of a slot.  Counts, weights and rows
+            #    of calls are all in the order of `by_slot`.
             is_grouped = len(self.experts) < self.num_local
             counts: list[tuple[int, ...]] = []
             for slot in self.held.by_slot:
@@ -197,34 +198,7 @@ class HybridMoE:
         self.stats.plain_rows = self.stats.plain_rows + num_exchanges * rows
 
 
-# ---- the path of a token ----
-
-
-def dispatch(
-    x: Tensor, topk_idx: Tensor, topk_weights: Tensor, exchange: Exchange
-) -> tuple[Tensor, Tensor, Tensor, DispatchState]:
-    """Send rows to their destinations.  Returns the rows sent here, ordered by sender, then by the sender's token.
-
-    Args:
-        x: [T, D] tokens, or rows of a dispatch before.
-        topk_idx: [T, K] int32 global expert ids, -1 = dropped.
-        topk_weights: [T, K] fp32 gate weights.
-
-    Returns:
-        rows [R, D] in x.dtype, their topk_idx [R, K] int32 (-1 for experts reached through other ranks) and
-        topk_weights [R, K] fp32, and the state that `combine` takes.
-    """
-    routes = exchange.kernels.plan_routes(topk_idx, exchange.expert_to_destination, len(exchange.ranks))
-    with torch.no_grad():
-        state, rows, row_topk_idx, row_weights = exchange_rows(exchange, routes, x, topk_weights)
-    rows, row_weights = _Dispatch.apply(x, topk_weights, [rows, row_weights], state)
-    return rows, row_topk_idx, row_weights, state
-
-
-def combine(partial_sums: Tensor, state: DispatchState) -> Tensor:
-    """Return the sum of each token's partial results, [R, D] -> [T, D]; accumulates in fp32, in destination order."""
-    sums: Tensor = _Combine.apply(partial_sums, state)
-    return sums
+# ---- a row among its experts ----
 
 
 def permute_to_experts(rows: Tensor, routes: Routes, kernels: Kernels) -> Tensor:
@@ -246,46 +220,6 @@ def weigh_rows(expert_rows: Tensor, row_weights: Tensor, routes: Routes) -> Tens
     places = routes.slot_to_row.where(routes.slot_to_row >= 0, num_rows).flatten()
     weights = row_weights.new_zeros(num_rows + 1).scatter(0, places, row_weights.flatten())[:num_rows]
     return (expert_rows.float() * weights[:, None]).to(expert_rows.dtype)
-
-
-class _Dispatch(Function):
-    @staticmethod
-    def forward(
-        ctx: Any, _x: Tensor, _topk_weights: Tensor, arrived: list[Tensor], state: DispatchState
-    ) -> tuple[Tensor, ...]:
-        """Return what arrived; autograd sees it as a function of what was sent."""
-        ctx.state = state
-        return tuple(arrived)
-
-    @staticmethod
-    def backward(ctx: Any, grad_rows: Tensor, grad_row_weights: Tensor) -> tuple[Tensor, Tensor, None, None]:
-        if torch.is_grad_enabled():
-            raise UnsupportedError(NO_SECOND_DERIVATIVES)
-        state = ctx.state
-        routes, kernels = state.routes, state.exchange.kernels
-        grad_row_weights, grad_rows = state.send_back([grad_row_weights, grad_rows], "return of input gradients")
-        grad_x = kernels.combine_rows(grad_rows, routes.first_slot_to_row)
-        # One row has served each slot (t, k).  An extra row takes the slots that were not routed.
-        padded = torch.cat([grad_row_weights, grad_row_weights.new_zeros(1, grad_row_weights.shape[1])])
-        slot_to_row = routes.slot_to_row.where(routes.slot_to_row >= 0, grad_row_weights.shape[0])
-        return grad_x, padded.gather(0, slot_to_row), None, None
-
-
-class _Combine(Function):
-    @staticmethod
-    def forward(ctx: Any, partial_sums: Tensor, state: DispatchState) -> Tensor:
-        ctx.state = state
-        (returned,) = state.send_back([partial_sums], "combine of rows")
-        return state.exchange.kernels.combine_rows(returned, state.routes.first_slot_to_row)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        if torch.is_grad_enabled():
-            raise UnsupportedError(NO_SECOND_DERIVATIVES)
-        state, routes = ctx.state, ctx.state.routes
-        grad_rows = state.exchange.kernels.dispatch_rows(grad.contiguous(), routes.first_slot_to_row, routes.num_rows)
-        (grad_partial_sums,) = state.send([grad_rows], "dispatch of output gradients")
-        return grad_partial_sums, None
 
 
 class _PermuteToExperts(Function):

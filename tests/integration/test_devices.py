@@ -35,14 +35,8 @@ from ds_hybridep.sync.stages import gather_stages
 from ds_hybridep.sync.transaction import Transaction
 from ds_hybridep.sync.transfers import Reduce
 from ds_hybridep.tokens import exchange as row_exchange
-from ds_hybridep.tokens.exchange import Exchange, exchange_rows, to_device
-from ds_hybridep.tokens.layer import (
-    _Dispatch,
-    combine,
-    permute_to_experts,
-    weigh_rows,
-    weighted_sum,
-)
+from ds_hybridep.tokens.exchange import Exchange, _Dispatch, combine, exchange_rows, to_device
+from ds_hybridep.tokens.layer import permute_to_experts, weigh_rows, weighted_sum
 from ds_hybridep.transport import job as job_module
 from ds_hybridep.transport.channels import Purpose, Traffic
 

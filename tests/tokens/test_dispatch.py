@@ -36,8 +36,7 @@ from ds_hybridep.geometry.partition import Partition
 from ds_hybridep.geometry.row_format import RowFormat, record_bytes
 from ds_hybridep.geometry.token_route import TokenExchange, build_route
 from ds_hybridep.kernels import load_kernels
-from ds_hybridep.tokens.exchange import HEADER_BYTES, build_exchanges
-from ds_hybridep.tokens.layer import combine, dispatch
+from ds_hybridep.tokens.exchange import HEADER_BYTES, build_exchanges, combine, dispatch
 
 pytestmark = pytest.mark.dist
 
