@@ -3,10 +3,13 @@
 
     python -m benchmarks gap --folder runs --minutes 120 --out benchmarks/results/gap.jsonl
     python -m benchmarks gap --hidden 64 --layers 2 --steps 20000 --every 1000 --seeds 0 1 2 ...
+    python -m benchmarks gap --dtype fp32 --variants exact gradients ...
     python -m benchmarks gap --report benchmarks/results/gap.jsonl --plots docs/images
 
 Two datacentres of one rank train the byte-level model of examples/train_lm.py with AdamW (no network is emulated: only
 what arrives matters), once exactly and once with the recommended codecs, from the same weights on the same batches.
+Weights in bf16 arrive exactly then; in fp32 they do not, and the variant "gradients" encodes gradients alone.
+
 The text is that of the Python files of the packages torch and deepspeed; one file in twenty is held out.  Every so
 many steps there is a record with the loss of each held-out batch, the same batches each time.
 
@@ -18,17 +21,18 @@ known, not how far two other runs would be apart.  With several seeds it is that
 """
 
 import argparse
+import itertools
 import math
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from deepspeed import comm as dist
 
-from benchmarks.common import Record, Records, margin_95, new_figure, run_job, save_figure, table
+from benchmarks.common import OKABE_ITO, Record, Records, margin_95, new_figure, run_job, save_figure, table
 from benchmarks.training import (
     SIZES,
     Job,
@@ -45,7 +49,14 @@ from benchmarks.training import (
 
 __all__ = ["Job", "add_arguments", "rank", "report", "run"]
 
-VARIANTS: dict[str, dict[str, Any]] = {"exact": {}, "recommended": {"codecs": "recommended"}}
+BALANCED = {"type": "low_rank", "weighting": "rms"}
+REST = {"rest": {"type": "int2", "block": 64}}
+VARIANTS: dict[str, dict[str, Any]] = {  # settings of the level
+    "exact": {},
+    "recommended": {"codecs": "recommended"},
+    "gradients": {"gradient_codec": BALANCED, "dense_gradient_codec": {**BALANCED, **REST}},
+    "gradients with rest": {"gradient_codec": {**BALANCED, **REST}, "dense_gradient_codec": {**BALANCED, **REST}},
+}
 EVALUATED = 64  # batches of 4 rows on each rank
 SEQ_LEN = SIZES["seq_len"]
 WARM_UP = 0.03  # of all steps
@@ -58,12 +69,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--steps", type=int, default=3000)
     parser.add_argument("--every", type=int, default=250, help="steps between two records")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
+    parser.add_argument("--variants", nargs="+", choices=tuple(VARIANTS), default=["exact", "recommended"])
     parser.add_argument("--hidden", type=int, default=256)
     parser.add_argument("--layers", type=int, default=6)
     parser.add_argument("--experts", type=int, default=8)
     parser.add_argument("--rows", type=int, default=4, help="sequences of a rank in a step")
     parser.add_argument("--rate", type=float, default=6e-4)
-    parser.add_argument("--dtype", choices=("fp32", "bf16"), default="fp32")
+    parser.add_argument("--dtype", choices=("fp32", "bf16"), default="bf16")
     parser.add_argument("--zero-stage", type=int, default=1)
     parser.add_argument("--plots", type=Path, help="folder for the plot of the report")
 
@@ -77,7 +89,7 @@ def rank(args: argparse.Namespace, job: Job) -> None:
     """Train the run that is behind, part by part, until the sitting is over."""
     train, held_out = texts_of(python_files())
     end = time.time() + 60 * args.minutes
-    runs = [(seed, variant) for seed in args.seeds for variant in VARIANTS]
+    runs = [(seed, variant) for seed in args.seeds for variant in args.variants]
     while True:
         done = {one: steps_in(args.folder / f"{one[1]}-{one[0]}") for one in runs}
         seed, variant = min(runs, key=lambda one: done[one])
@@ -132,6 +144,21 @@ def num_parameters(engine: Any) -> int:
 # ---- the report ----
 
 
+class Gap(NamedTuple):
+    """Of one variant after some steps."""
+
+    step: int
+    seeds: int
+    exact: float
+    encoded: float
+    margin: float  # half of the 95% interval of encoded - exact
+    behind: float  # steps since the exact run had this loss
+
+    @property
+    def relative(self) -> float:
+        return self.encoded / self.exact - 1
+
+
 def report(records: list[Record], args: argparse.Namespace) -> str:
     """A table for each model, and a plot of all gaps."""
     models: dict[tuple[Any, ...], dict[tuple[int, int, str], Record]] = {}
@@ -141,32 +168,38 @@ def report(records: list[Record], args: argparse.Namespace) -> str:
         models.setdefault(about, {})[params["seed"], record["step"], params["variant"]] = record
     texts, lines = [], {}
     for found in models.values():
-        first, gaps = next(iter(found.values())), list(gaps_of(found))
+        first = next(iter(found.values()))
         params = first["params"]
-        name = f"{first['parameters'] / 1e6:.1f} million parameters"
+        gaps = {variant: found_gaps for variant in VARIANTS if (found_gaps := gaps_of(found, variant))}
+        gaps.pop("exact", None)
+        name = f"{first['parameters'] / 1e6:.1f} million parameters, {params['dtype']}"
         sittings = len({record["sitting"] for record in found.values()})
         hours = sum(record["seconds"] for record in found.values()) / 3600
         texts.append(
             f"{name}: hidden {params['hidden']}, {params['layers']} layers, {params['experts']} experts, "
-            f"{2 * params['rows'] * SEQ_LEN} tokens a step, {params['dtype']}, rate {params['rate']:g}; "
-            f"{hours:.1f} hours in {sittings} sittings\n"
+            f"{2 * params['rows'] * SEQ_LEN} tokens a step, rate {params['rate']:g}; {hours:.1f} hours in "
+            f"{sittings} sittings\n"
         )
-        rows = [[step, seeds, f"{exact:.4f}", f"{encoded:.4f}", f"{gap:+.2%}", f"{margin:.2%}"]
-                for step, seeds, exact, encoded, gap, margin in gaps]  # fmt: skip
-        texts.append(table(["step", "seeds", "exact", "encoded", "gap", "95% of it"], rows) + "\n")
+        rows = [[variant, gap.step, gap.seeds, f"{gap.exact:.4f}", f"{gap.encoded:.4f}", f"{gap.relative:+.2%}",
+                 f"{gap.margin / gap.exact:.2%}", "" if math.isnan(gap.behind) else f"{gap.behind:.0f}"]
+                for variant, several in gaps.items() for gap in several]  # fmt: skip
+        heads = ["encoded", "step", "seeds", "exact", "encoded loss", "gap", "95% of it", "steps behind"]
+        texts.append(table(heads, rows) + "\n")
         lines[name] = gaps
     if args.plots:
         plot(lines, args.plots / "gap.svg")
     return "\n".join(texts)
 
 
-def gaps_of(found: dict[tuple[int, int, str], Record]) -> Iterator[tuple[int, int, float, float, float, float]]:
-    """By step: seeds, both losses, the gap relative to the exact loss, and half of its 95% interval."""
+def gaps_of(found: dict[tuple[int, int, str], Record], variant: str) -> list[Gap]:
+    """Gaps after each number of steps that both runs of at least one seed have reached."""
+    gaps: list[Gap] = []
+    curve: list[tuple[int, float]] = []  # of exact losses
     for step in sorted({step for _, step, _ in found}):
         pairs = [
-            (found[seed, step, "exact"]["losses"], found[seed, step, "recommended"]["losses"])
+            (found[seed, step, "exact"]["losses"], found[seed, step, variant]["losses"])
             for seed in sorted({seed for seed, _, _ in found})
-            if (seed, step, "exact") in found and (seed, step, "recommended") in found
+            if (seed, step, "exact") in found and (seed, step, variant) in found
         ]
         if not pairs:
             continue
@@ -175,16 +208,29 @@ def gaps_of(found: dict[tuple[int, int, str], Record]) -> Iterator[tuple[int, in
             several = [other - one for one, other in zip(*pairs[0], strict=True)]
         else:
             several = [statistics.fmean(other) - statistics.fmean(one) for one, other in pairs]
-        yield step, len(pairs), exact, encoded, encoded / exact - 1, margin_95(several) / exact
+        curve.append((step, exact))
+        gaps.append(Gap(step, len(pairs), exact, encoded, margin_95(several), step - reached_at(curve, encoded)))
+    return gaps
 
 
-def plot(lines: dict[str, list[tuple[int, int, float, float, float, float]]], path: Path) -> None:
+def reached_at(curve: Sequence[tuple[int, float]], loss: float) -> float:
+    """After how many steps the exact run had a loss, on straight lines between its records; nan: before the first."""
+    for (begin, high), (end, low) in itertools.pairwise(curve):
+        if low <= loss <= high and low < high:
+            return end - (end - begin) * (loss - low) / (high - low)
+    return curve[-1][0] if loss <= curve[-1][1] else math.nan
+
+
+def plot(lines: dict[str, dict[str, list[Gap]]], path: Path) -> None:
     figure, axes = new_figure(1, len(lines), figsize=(5 * len(lines), 3.2), squeeze=False)
-    for ax, (name, gaps) in zip(axes[0], lines.items(), strict=True):
-        steps, middle = [one[0] for one in gaps], [100 * one[4] for one in gaps]
-        low, high = ([100 * (one[4] + sign * one[5]) for one in gaps] for sign in (-1, 1))
+    for ax, (name, variants) in zip(axes[0], lines.items(), strict=True):
         ax.axhline(0, color="0.7", linewidth=0.8)
-        ax.fill_between(steps, low, high, alpha=0.25, linewidth=0)
-        ax.plot(steps, middle, marker="o", markersize=3)
+        for colour, (variant, gaps) in zip(OKABE_ITO, variants.items(), strict=False):
+            steps = [gap.step for gap in gaps]
+            low, high = ([100 * (gap.relative + sign * gap.margin / gap.exact) for gap in gaps] for sign in (-1, 1))
+            ax.fill_between(steps, low, high, alpha=0.25, linewidth=0, color=colour)
+            middle = [100 * gap.relative for gap in gaps]
+            ax.plot(steps, middle, marker="o", markersize=3, color=colour, label=variant)
         ax.set(title=name, xlabel="step", ylabel="encoded over exact, held-out loss [%]")
+        ax.legend()
     save_figure(figure, path)
