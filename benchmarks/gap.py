@@ -4,11 +4,13 @@
     python -m benchmarks gap --folder runs --minutes 120 --out benchmarks/results/gap.jsonl
     python -m benchmarks gap --hidden 64 --layers 2 --steps 20000 --every 1000 --seeds 0 1 2 ...
     python -m benchmarks gap --dtype fp32 --variants exact gradients ...
+    python -m benchmarks gap --exact-steps 750 --every 100 ...
     python -m benchmarks gap --report benchmarks/results/gap.jsonl --plots docs/images
 
 Two datacentres of one rank train the byte-level model of examples/train_lm.py with AdamW (no network is emulated: only
 what arrives matters), once exactly and once with the recommended codecs, from the same weights on the same batches.
-Weights in bf16 arrive exactly then; in fp32 they do not, and the variant "gradients" encodes gradients alone.
+Weights in bf16 arrive exactly then; in fp32 they do not, and the variant "gradients" encodes gradients alone.  With
+`--exact-steps`, encoded runs begin as copies of the exact run, whose checkpoint must be at that step.
 
 The text is that of the Python files of the packages torch and deepspeed; one file in twenty is held out.  Every so
 many steps there is a record with the loss of each held-out batch, the same batches each time.
@@ -70,6 +72,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--every", type=int, default=250, help="steps between two records")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     parser.add_argument("--variants", nargs="+", choices=tuple(VARIANTS), default=["exact", "recommended"])
+    parser.add_argument("--exact-steps", type=int, default=0, help="of encoded runs, before the first encoded one")
     parser.add_argument("--hidden", type=int, default=256)
     parser.add_argument("--layers", type=int, default=6)
     parser.add_argument("--experts", type=int, default=8)
@@ -90,18 +93,25 @@ def rank(args: argparse.Namespace, job: Job) -> None:
     train, held_out = texts_of(python_files())
     end = time.time() + 60 * args.minutes
     runs = [(seed, variant) for seed in args.seeds for variant in args.variants]
+    names = {one: name_of(args, one[1]) for one in runs}
     while True:
-        done = {one: steps_in(args.folder / f"{one[1]}-{one[0]}") for one in runs}
+        folders = {one: args.folder / f"{names[one]}-{one[0]}" for one in runs}
+        done = {one: steps_in(folder) or (one[1] != "exact") * args.exact_steps for one, folder in folders.items()}
         seed, variant = min(runs, key=lambda one: done[one])
         late_s = train_lm.mean_over_ranks(torch.tensor(time.time() - end))  # the same on both ranks
         if done[seed, variant] >= args.steps or late_s > 0:
             break
         begin = time.time()
-        params = {name: getattr(args, name) for name in SAME} | {"seed": seed, "variant": variant}
+        params = {name: getattr(args, name) for name in SAME} | {"seed": seed, "variant": names[seed, variant]}
         engine = engine_for(args, seed, variant)
-        folder = args.folder / f"{variant}-{seed}"
-        if done[seed, variant]:
+        folder = folders[seed, variant]
+        if steps_in(folder):
             engine.load_checkpoint(str(folder))
+        elif done[seed, variant]:
+            exact = args.folder / f"exact-{seed}"
+            if (step := steps_in(exact)) != args.exact_steps:
+                raise SystemExit(f"--exact-steps {args.exact_steps}: the exact run, {exact}, is at step {step}")
+            engine.load_checkpoint(str(exact))
         trained = []
         for step in range(done[seed, variant], min(done[seed, variant] + args.every, args.steps)):
             trained.append(train_step(engine, train, step, rows=args.rows, seq_len=SEQ_LEN, seed=seed))
@@ -112,10 +122,14 @@ def rank(args: argparse.Namespace, job: Job) -> None:
             trained=statistics.fmean(trained), seconds=time.time() - begin, train_bytes=len(train),
             parameters=num_parameters(engine),
         )  # fmt: skip
-        job.say(f"{variant}, seed {seed}: step {engine.global_steps}, {statistics.fmean(losses):.4f}")
+        job.say(f"{names[seed, variant]}, seed {seed}: step {engine.global_steps}, {statistics.fmean(losses):.4f}")
         engine.destroy()
         del engine
     job.end()
+
+
+def name_of(args: argparse.Namespace, variant: str) -> str:
+    return f"{variant} after {args.exact_steps}" if args.exact_steps and variant != "exact" else variant
 
 
 def engine_for(args: argparse.Namespace, seed: int, variant: str) -> Any:
@@ -170,8 +184,8 @@ def report(records: list[Record], args: argparse.Namespace) -> str:
     for found in models.values():
         first = next(iter(found.values()))
         params = first["params"]
-        gaps = {variant: found_gaps for variant in VARIANTS if (found_gaps := gaps_of(found, variant))}
-        gaps.pop("exact", None)
+        variants = dict.fromkeys(variant for *_, variant in found if variant != "exact")
+        gaps = {variant: several for variant in variants if (several := gaps_of(found, variant))}
         name = f"{first['parameters'] / 1e6:.1f} million parameters, {params['dtype']}"
         sittings = len({record["sitting"] for record in found.values()})
         hours = sum(record["seconds"] for record in found.values()) / 3600
