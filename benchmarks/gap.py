@@ -166,7 +166,7 @@ class Gap(NamedTuple):
     exact: float
     encoded: float
     margin: float  # half of the 95% interval of encoded - exact
-    behind: float  # steps since the exact run had this loss
+    behind: float  # steps since the exact run had this loss, mean over seeds; nan: it began below it
 
     @property
     def relative(self) -> float:
@@ -208,22 +208,27 @@ def report(records: list[Record], args: argparse.Namespace) -> str:
 def gaps_of(found: dict[tuple[int, int, str], Record], variant: str) -> list[Gap]:
     """Gaps after each number of steps that both runs of at least one seed have reached."""
     gaps: list[Gap] = []
-    curve: list[tuple[int, float]] = []  # of exact losses
     for step in sorted({step for _, step, _ in found}):
-        pairs = [
-            (found[seed, step, "exact"]["losses"], found[seed, step, variant]["losses"])
+        seeds = [
+            seed
             for seed in sorted({seed for seed, _, _ in found})
             if (seed, step, "exact") in found and (seed, step, variant) in found
         ]
-        if not pairs:
+        if not seeds:
             continue
+        pairs = [(found[seed, step, "exact"]["losses"], found[seed, step, variant]["losses"]) for seed in seeds]
         exact, encoded = (statistics.fmean(statistics.fmean(pair[at]) for pair in pairs) for at in (0, 1))
         if len(pairs) == 1:
             several = [other - one for one, other in zip(*pairs[0], strict=True)]
         else:
             several = [statistics.fmean(other) - statistics.fmean(one) for one, other in pairs]
-        curve.append((step, exact))
-        gaps.append(Gap(step, len(pairs), exact, encoded, margin_95(several), step - reached_at(curve, encoded)))
+        curves = [
+            [(at, statistics.fmean(record["losses"])) for (one, at, name), record in sorted(found.items())
+             if (one, name) == (seed, "exact") and at <= step]
+            for seed in seeds
+        ]  # fmt: skip
+        reached = [reached_at(curve, statistics.fmean(pair[1])) for curve, pair in zip(curves, pairs, strict=True)]
+        gaps.append(Gap(step, len(pairs), exact, encoded, margin_95(several), step - statistics.fmean(reached)))
     return gaps
 
 
