@@ -97,7 +97,7 @@ def rank(args: argparse.Namespace, job: Job) -> None:
     while True:
         folders = {one: args.folder / f"{names[one]}-{one[0]}" for one in runs}
         done = {one: steps_in(folder) or (one[1] != "exact") * args.exact_steps for one, folder in folders.items()}
-        seed, variant = min(runs, key=lambda one: done[one])
+        seed, variant = min(runs, key=lambda one: (done[one], one[1] == "exact"))  # before its checkpoint is another
         late_s = train_lm.mean_over_ranks(torch.tensor(time.time() - end))  # the same on both ranks
         if done[seed, variant] >= args.steps or late_s > 0:
             break

@@ -38,6 +38,7 @@ SLOW = {
     "soak --minutes 0.2 --kinds classic": r"\| classic \|",
     "losses --seeds 0 --steps 15": "domain",
     "gap --folder runs --hidden 32 --layers 1 --steps 4 --every 2": r"\| 4 \| 1 \|",
+    "gap --folder runs --hidden 32 --layers 1 --steps 4 --every 2 --exact-steps 2": r"after 2 \| 4 \| 1 \|",
     "equal-bytes --seeds 0 --phases scratch --steps 4 --cases PowerSGD,_rank_1 DeMo,_32_of_4096 DiLoCo,_H_10 "
     "ours,_sites,_H_10,_recommended": "PowerSGD, rank 1",
     "skipped-layers --steps 10 --zero-stages 1": "two heads",
