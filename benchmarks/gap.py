@@ -52,12 +52,13 @@ from benchmarks.training import (
 __all__ = ["Job", "add_arguments", "rank", "report", "run"]
 
 BALANCED = {"type": "low_rank", "weighting": "rms"}
-REST = {"rest": {"type": "int2", "block": 64}}
 VARIANTS: dict[str, dict[str, Any]] = {  # settings of the level
     "exact": {},
     "recommended": {"codecs": "recommended"},
-    "gradients": {"gradient_codec": BALANCED, "dense_gradient_codec": {**BALANCED, **REST}},
-    "gradients with rest": {"gradient_codec": {**BALANCED, **REST}, "dense_gradient_codec": {**BALANCED, **REST}},
+    "gradients": {
+        "gradient_codec": BALANCED,
+        "dense_gradient_codec": {**BALANCED, "rest": {"type": "int2", "block": 64}},
+    },
 }
 EVALUATED = 64  # batches of 4 rows on each rank
 SEQ_LEN = SIZES["seq_len"]
@@ -96,7 +97,8 @@ def rank(args: argparse.Namespace, job: Job) -> None:
     names = {one: name_of(args, one[1]) for one in runs}
     while True:
         folders = {one: args.folder / f"{names[one]}-{one[0]}" for one in runs}
-        done = {one: steps_in(folder) or (one[1] != "exact") * args.exact_steps for one, folder in folders.items()}
+        begins_at = {one: 0 if one[1] == "exact" else args.exact_steps for one in runs}
+        done = {one: steps_in(folder) or begins_at[one] for one, folder in folders.items()}
         seed, variant = min(runs, key=lambda one: (done[one], one[1] == "exact"))  # before its checkpoint is another
         late_s = train_lm.mean_over_ranks(torch.tensor(time.time() - end))  # the same on both ranks
         if done[seed, variant] >= args.steps or late_s > 0:
@@ -110,7 +112,10 @@ def rank(args: argparse.Namespace, job: Job) -> None:
         elif done[seed, variant]:
             exact = args.folder / f"exact-{seed}"
             if (step := steps_in(exact)) != args.exact_steps:
-                raise SystemExit(f"--exact-steps {args.exact_steps}: the exact run, {exact}, is at step {step}")
+                raise SystemExit(
+                    f"--exact-steps {args.exact_steps}: the exact run, {exact}, is at step {step}; "
+                    f"choose a new --folder, and an --every that divides {args.exact_steps}"
+                )
             engine.load_checkpoint(str(exact))
         trained = []
         for step in range(done[seed, variant], min(done[seed, variant] + args.every, args.steps)):

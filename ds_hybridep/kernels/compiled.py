@@ -89,7 +89,7 @@ class CompiledKernels:
         return routes
 
     def dispatch_rows(self, x: Tensor, slot_to_row: Tensor, num_rows: int) -> Tensor:
-        """Copy each token of x [T, D] to the rows of its slots, [T, K] -> [R, D]."""
+        """Return rows [R, D] with each token of x [T, D] in the rows that slot_to_row [T, K] gives it."""
         num_tokens, top_k, hidden = sizes_of("dispatch_rows", *"TKD", x=x, slot_to_row=slot_to_row)
         device = self._device_of(x=x, slot_to_row=slot_to_row)
         out = torch.empty((num_rows, hidden), dtype=x.dtype, device=device)
