@@ -18,6 +18,8 @@ BIN = $(abspath $(VENV))/bin
 # A build that was killed leaves a lock in the folder that all checkouts share, and later ones wait for it for ever.
 export TORCH_EXTENSIONS_DIR = $(CURDIR)/.cache/torch_extensions
 export PATH := $(BIN):$(PATH)
+# Where it is set, each of the tests' hundreds of processes compiles every module of ours again.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: docs help demo gpu test test-repeat test-faults test-gpu test-slow test-clients test-versions check fmt bench pictures reference release clean
 .DEFAULT_GOAL := help
