@@ -128,6 +128,11 @@ class Cluster:
         levels[level] = replace(levels[level], link=replace(levels[level].link, **known))
         return Cluster(tuple(levels))
 
+    def without_bandwidths(self) -> "Cluster":
+        """The same cluster with unknown bandwidths."""
+        links = (replace(level.link, bandwidth_bytes_per_s=None) for level in self.levels)
+        return Cluster(tuple(replace(level, link=link) for level, link in zip(self.levels, links, strict=True)))
+
     def __str__(self) -> str:
         return " x ".join(f"{level.name} ({level.size})" for level in self.levels)
 

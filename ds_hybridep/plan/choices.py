@@ -9,6 +9,7 @@ Source: conditional Poisson sampling.  Its weights from shares: Chen, Dempster a
 """
 
 import math
+import operator
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
 
@@ -54,7 +55,7 @@ def products_of_others(polynomials: Sequence[Polynomial], top_k: int) -> list[Po
 
 
 def _times(left: Polynomial, right: Polynomial) -> Polynomial:
-    return [math.fsum(left[at] * right[power - at] for at in range(power + 1)) for power in range(len(left))]
+    return [math.fsum(map(operator.mul, left, right[power::-1])) for power in range(len(left))]
 
 
 def shares_of(weights: Sequence[float], top_k: int) -> tuple[float, ...]:

@@ -11,7 +11,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 from ds_hybridep.geometry.cluster import Cluster
 from ds_hybridep.plan.costs import (
@@ -65,9 +65,21 @@ def step_program(
     Raises PlanError if the arguments do not fit each other.
     """
     plan.check_fits(cluster)
-    return _Step(
-        cluster=cluster, plan=plan, workload=workload, rates=rates, gathers_by_level=gathers_by_level
-    ).program()
+    return _program_of(
+        _Step(
+            cluster=cluster.without_bandwidths(),
+            plan=plan,
+            workload=workload,
+            rates=rates,
+            gathers_by_level=gathers_by_level,
+        )
+    )
+
+
+@lru_cache(maxsize=512)
+def _program_of(step: "_Step") -> Program:
+    """The same at all bandwidths, so that many of them are priced fast."""
+    return step.program()
 
 
 @dataclass(frozen=True, kw_only=True)
