@@ -18,8 +18,8 @@ if importlib.util.find_spec("ds_hybridep") is None:  # run from a checkout witho
     sys.path.insert(0, str(REPO_DIR))
 
 # On a busy machine an example takes as long as it takes.  `make test` draws the same examples each time, and
-# `make test-slow` others (HYPOTHESIS_PROFILE=random).
-hypothesis.settings.register_profile("same", deadline=None, derandomize=True, database=None)
+# `make test-slow` twice as many others (HYPOTHESIS_PROFILE=random).
+hypothesis.settings.register_profile("same", deadline=None, derandomize=True, database=None, max_examples=50)
 hypothesis.settings.register_profile("random", deadline=None, print_blob=True)
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "same"))
 
@@ -56,9 +56,19 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(scope="session")
 def permitted() -> None:
     """Skip the test where no network may be emulated."""
+    _skip_where_not_permitted(with_delay=True)
+
+
+@pytest.fixture(scope="session")
+def permitted_without_delay() -> None:
+    """Skip the test where not even a network without delays may be emulated."""
+    _skip_where_not_permitted(with_delay=False)
+
+
+def _skip_where_not_permitted(*, with_delay: bool) -> None:
     from ds_hybridep.lab.network import why_not_permitted
 
-    if reason := why_not_permitted():
+    if reason := why_not_permitted(with_delay=with_delay):
         pytest.skip(f"emulated networks are not permitted here: {reason}")
 
 

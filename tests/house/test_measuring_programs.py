@@ -157,6 +157,7 @@ def test_each_result_says_how_to_repeat_it_and_is_in_a_document() -> None:
         assert not re.search(r'"/(home|root|tmp|work|Users)/', path.read_text()), f"{path.name} names a folder"
 
 
+@IN_ONE_WORKER
 def test_reports_read_the_results(said_together: tuple[Path, list[str]]) -> None:
     for path, said in zip(RESULTS, said_together[1][-len(RESULTS) :], strict=True):
         assert said.count("\n") > 2, path.name

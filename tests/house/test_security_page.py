@@ -15,7 +15,7 @@ from scripts import SCRIPT, run_together
 
 from ds_hybridep.config import parse_config
 from ds_hybridep.lab.launcher import rank_environment
-from ds_hybridep.lab.network import HOST_DEVICE, EmulatedNetwork, why_not_permitted
+from ds_hybridep.lab.network import HOST_DEVICE, EmulatedNetwork
 from ds_hybridep.lab.topology import LinkSpec, Topology
 from ds_hybridep.link import TLS
 
@@ -86,13 +86,14 @@ def why_no_wireguard() -> str | None:
         return f"{' and '.join(missing)} not found: apt-get install wireguard-tools wireguard-go"
     if os.geteuid() != 0 or not Path("/dev/net/tun").exists():
         return "a tunnel needs root and /dev/net/tun"
-    return why_not_permitted(with_delay=False)
+    return None
 
 
 @pytest.mark.slow
 @pytest.mark.dist
 @pytest.mark.timeout(900)
 @pytest.mark.skipif((REASON := why_no_wireguard()) is not None, reason=str(REASON))
+@pytest.mark.usefixtures("permitted_without_delay")
 def test_all_traffic_of_a_job_passes_the_tunnel_of_the_page(tmp_path: Path) -> None:
     keys, *configs, start, tell = blocks_of("WireGuard, for the rest")
     config = {

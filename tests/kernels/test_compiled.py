@@ -47,7 +47,8 @@ LOADED = {
     "cuda": lambda: on_cuda(load_kernels("compiled", "cuda")),
     "cuda on 8 SMs": lambda: on_cuda(load_kernels("compiled", "cuda", dispatch_sms=8)),
 }
-ALL = [pytest.param(name, marks=[pytest.mark.gpu] if "cuda" in name else []) for name in LOADED]
+MARKS = {"cuda": [pytest.mark.gpu], "cuda on 8 SMs": [pytest.mark.gpu], "emulated on 3 SMs": [pytest.mark.slow]}
+ALL = [pytest.param(name, marks=MARKS.get(name, [])) for name in LOADED]
 
 
 @pytest.fixture(scope="module", params=ALL)

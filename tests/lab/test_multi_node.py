@@ -15,7 +15,7 @@ import pytest
 import yaml
 from scripts import RESTART_CONFIG, run_together
 
-from ds_hybridep.lab.network import EmulatedNetwork, why_not_permitted
+from ds_hybridep.lab.network import EmulatedNetwork
 from ds_hybridep.lab.topology import LinkSpec, Topology
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -44,7 +44,7 @@ def why_not() -> str | None:
         return f"{' and '.join(missing)} not found: apt-get install openssh-server pdsh"
     if os.geteuid() != 0:
         return "sshd needs root"
-    return why_not_permitted(with_delay=False)
+    return None
 
 
 pytestmark = [
@@ -52,6 +52,7 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.timeout(600),
     pytest.mark.skipif((REASON := why_not()) is not None, reason=str(REASON)),
+    pytest.mark.usefixtures("permitted_without_delay"),
 ]
 
 

@@ -20,7 +20,7 @@ from site_jobs import Job, Meeting, block, end_together
 from ds_hybridep.codecs import make_codec
 from ds_hybridep.config_codecs import recommended_codecs
 from ds_hybridep.geometry.slots import whole
-from ds_hybridep.lab.network import HOST_DEVICE, EmulatedNetwork, why_not_permitted
+from ds_hybridep.lab.network import HOST_DEVICE, EmulatedNetwork
 from ds_hybridep.lab.topology import LinkSpec, Topology
 from ds_hybridep.link import TLS
 from ds_hybridep.sites.exchange import Counters, Header, SiteConnections
@@ -120,7 +120,7 @@ def test_gradients_are_read_between_sites_unless_tls_is_on(tmp_path: Path, encry
 @needs_openssl
 @pytest.mark.dist
 @pytest.mark.slow
-@pytest.mark.skipif((why_not := why_not_permitted(with_delay=False)) is not None, reason=f"emulated hosts: {why_not}")
+@pytest.mark.usefixtures("permitted_without_delay")
 @pytest.mark.parametrize("encrypts", [False, True], ids=["open", "TLS"])
 def test_weights_of_a_job_are_read_between_sites_unless_tls_is_on(tmp_path: Path, encrypts: bool) -> None:
     files = make_certificates(tmp_path) if encrypts else None

@@ -15,10 +15,11 @@ from site_jobs import ForkedJob, Job, Launched, Meeting, block, end_together
 
 from ds_hybridep.errors import LabError
 from ds_hybridep.lab.namespaces import run_tool
-from ds_hybridep.lab.network import EmulatedNetwork, why_not_permitted
+from ds_hybridep.lab.network import EmulatedNetwork
 from ds_hybridep.lab.topology import LinkSpec, Topology
 
 pytestmark = [pytest.mark.dist, pytest.mark.slow]
+needs_firewall = pytest.mark.skipif(shutil.which("nft") is None, reason="nft not found: apt-get install nftables")
 LINK_PORTS = [29600, 29619]
 TIMEOUT_S = 20
 RULES = """
@@ -41,12 +42,6 @@ table ip hybridep {{
 """
 
 
-def why_no_firewall() -> str | None:
-    if shutil.which("nft") is None:
-        return "nft not found: apt-get install nftables"
-    return why_not_permitted(with_delay=False)
-
-
 @contextmanager
 def firewalled(ports: str) -> Iterator[EmulatedNetwork]:
     """Three hosts, between which only connections to these TCP ports pass."""
@@ -62,7 +57,8 @@ def dropped(network: EmulatedNetwork) -> list[int]:
     return [sum(map(int, re.findall(r"counter packets (\d+)", one))) for one in said]
 
 
-@pytest.mark.skipif((why_not := why_no_firewall()) is not None, reason=f"a firewall between hosts: {why_not}")
+@needs_firewall
+@pytest.mark.usefixtures("permitted_without_delay")
 def test_two_jobs_behind_a_firewall_train_as_one_over_all_ranks(tmp_path: Path) -> None:
     options: dict[str, Any] = {"ep_size": 2, "zero": 2, "accumulation": 2, "clip": 0.5, "bucket": 2000}
     port = 29500
@@ -94,7 +90,8 @@ def test_two_jobs_behind_a_firewall_train_as_one_over_all_ranks(tmp_path: Path) 
     assert [one["weights"] for one in sites[:2]] == [one["weights"] for one in sites[2:]]
 
 
-@pytest.mark.skipif((why_not := why_no_firewall()) is not None, reason=f"a firewall between hosts: {why_not}")
+@needs_firewall
+@pytest.mark.usefixtures("permitted_without_delay")
 def test_two_ports_for_each_rank_are_enough_however_often_sites_come_and_go(tmp_path: Path) -> None:
     options = {"until": str(tmp_path / "until"), "steps": 10**6, "pause_s": 0.02, "ep_size": 1}
     with firewalled("29600-29601, 29500") as network:

@@ -19,7 +19,7 @@ from site_jobs import ForkedJob, Job, Meeting, block, end_together, secret_file
 from torch.distributed import distributed_c10d
 from training import Case, engine_of, world2
 
-from ds_hybridep.lab.network import EmulatedNetwork, why_not_permitted
+from ds_hybridep.lab.network import EmulatedNetwork
 from ds_hybridep.lab.topology import LinkSpec, Topology
 
 pytestmark = pytest.mark.dist
@@ -427,9 +427,7 @@ def test_two_of_three_sites_go_on_while_one_is_killed_and_comes_back(tmp_path: P
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(
-    (why_not := why_not_permitted(with_delay=False)) is not None, reason=f"emulated networks: {why_not}"
-)
+@pytest.mark.usefixtures("permitted_without_delay")
 def test_one_of_three_that_is_cut_off_never_steps_and_joins_again_in_its_own_process(tmp_path: Path) -> None:
     with EmulatedNetwork(Topology(4, 1), LinkSpec()) as network:
         places = {name: network.command_on(host, []) for host, name in enumerate("abc")}
