@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from adapted_engines import BOTH, engine_of
-from autoep_cases import SHAPE, case4
+from autoep_cases import SHAPE, case2, case4
 from hf_models import hf_loss
 from marks import slow
 from parity import FP32_TOLERANCE, Case, model_of
@@ -145,7 +145,7 @@ def same(one: Any, other: Any) -> bool:
 @pytest.mark.parametrize(
     ("sizes", "options"),
     [
-        ((2, 1), {"zero_stage": 1, "accumulation": 2}),
+        ((2, 1), {"zero_stage": 1, "accumulation": 2, "steps": 3}),
         slow((1, 1), {"zero_stage": 1}),
         slow((2, 2), {}),
         slow((2, 1), {"zero_stage": 3}),
@@ -160,19 +160,19 @@ def test_a_reference_is_the_base_and_leaves_no_trace(
         for kind in ("plain", "hybrid"):
             assert found[kind]["references"] == pytest.approx(found["base"], rel=FP32_TOLERANCE)
             assert found[kind]["losses"] == pytest.approx(found["alone"], rel=FP32_TOLERANCE)
-        assert found["base"] != pytest.approx(found["alone"][:: len(found["alone"]) // 5], rel=1e-3)
+        assert found["base"] != pytest.approx(found["alone"][:: len(found["alone"]) // len(found["base"])], rel=1e-3)
 
 
-def test_adapters_go_off_and_on_in_every_way_that_peft_knows(pool4: ProcessPool) -> None:
-    for found in pool4.run(switch_and_look, case=case4("qwen3_moe", 2, 1, zero_stage=1)):
+def test_adapters_go_off_and_on_in_every_way_that_peft_knows(pool2: ProcessPool) -> None:
+    for found in pool2.run(switch_and_look, case=case2("qwen3_moe", zero_stage=1)):
         assert found["off"] == [found["off"][0]] * 8
         assert found["off"][0] == pytest.approx(found["base"][0], rel=FP32_TOLERANCE)
         assert found["on"] == [found["on"][0]] * 5
         assert found["on"][0] != pytest.approx(found["base"][0], rel=1e-3)
 
 
-def test_what_would_reach_adapters_of_attention_only_is_refused(pool4: ProcessPool) -> None:
-    for found in pool4.run(refuse, case=case4("qwen3_moe", 2, 1, zero_stage=1)):
+def test_what_would_reach_adapters_of_attention_only_is_refused(pool2: ProcessPool) -> None:
+    for found in pool2.run(refuse, case=case2("qwen3_moe", zero_stage=1)):
         for name, (kind, message) in found["errors"].items():
             assert kind == "UnsupportedError", name
             assert "adapters of experts" in message, name

@@ -11,7 +11,7 @@ import deepspeed
 import parity
 import pytest
 import torch
-from autoep_cases import SHAPE, case4
+from autoep_cases import SHAPE, case2, case4
 from checkpoints import resume_across, resume_in_a_fresh_engine
 from deepspeed import comm as dist
 from hf_models import FAMILIES
@@ -121,15 +121,15 @@ def test_every_family_plan_and_stage(pool4: ProcessPool, family: str, zero_stage
     "zero_stage",
     [pytest.param(stage, marks=pytest.mark.core if stage == 1 else pytest.mark.slow) for stage in (0, 1, 2, 3)],
 )
-def test_checkpoints(pool4: ProcessPool, tmp_path: Path, zero_stage: int) -> None:
-    case = case4("qwen3_moe", 2, 1, zero_stage=zero_stage, accumulation=2)
-    for result in pool4.run(resume_in_a_fresh_engine, case=case, folder=str(tmp_path / "own")):
+def test_checkpoints(pool2: ProcessPool, tmp_path: Path, zero_stage: int) -> None:
+    case = case2("qwen3_moe", zero_stage=zero_stage, accumulation=2)
+    for result in pool2.run(resume_in_a_fresh_engine, case=case, folder=str(tmp_path / "own")):
         straight, resumed = result["losses"]
         assert result["is_loaded"]
         assert resumed == straight
         assert result["different"] == []
         assert result["is_equal"]
-    for losses in pool4.run(resume_across, case=case, folder=str(tmp_path / "across")):
+    for losses in pool2.run(resume_across, case=replace(case, accumulation=1), folder=str(tmp_path / "across")):
         for losses_found in losses.values():
             assert losses_found == pytest.approx(losses[False, False], rel=FP32_TOLERANCE, abs=0.0)
 
@@ -171,10 +171,25 @@ def compare_attention_adapters(case: Case) -> dict[str, Any]:
     return {"losses": (plain["losses"], hybrid["losses"]), "distance": max(distances), "sent": hybrid["sent"]}
 
 
-@pytest.mark.skipif(importlib.util.find_spec("peft") is None, reason="needs peft: '.[hf]'")
-@pytest.mark.parametrize("sizes", [(2, 1), pytest.param((2, 2), marks=pytest.mark.slow)])
-def test_adapters_of_attention_leave_experts_where_they_are(pool4: ProcessPool, sizes: tuple[int, int]) -> None:
-    for found in pool4.run(compare_attention_adapters, case=case4("qwen3_moe", *sizes)):
+NEEDS_PEFT = pytest.mark.skipif(importlib.util.find_spec("peft") is None, reason="needs peft: '.[hf]'")
+
+
+@NEEDS_PEFT
+def test_adapters_of_attention_leave_experts_where_they_are(pool2: ProcessPool) -> None:
+    check_attention_adapters(pool2, case2("qwen3_moe"))
+
+
+@NEEDS_PEFT
+@pytest.mark.slow
+@pytest.mark.parametrize("sizes", [(2, 1), (2, 2)])
+def test_adapters_of_attention_leave_experts_of_four_ranks_where_they_are(
+    pool4: ProcessPool, sizes: tuple[int, int]
+) -> None:
+    check_attention_adapters(pool4, case4("qwen3_moe", *sizes))
+
+
+def check_attention_adapters(pool: ProcessPool, case: Case) -> None:
+    for found in pool.run(compare_attention_adapters, case=case):
         plain, hybrid = found["losses"]
         assert hybrid == pytest.approx(plain, rel=FP32_TOLERANCE)
         assert found["distance"] < FP32_TOLERANCE
@@ -239,8 +254,8 @@ def compare_first_layers(case: Case, layer_settings: dict[str, Any]) -> dict[str
     ],
     ids=["scores before experts", "expert bias", "router logits"],
 )
-def test_one_layer(pool4: ProcessPool, family: str, settings: dict[str, Any]) -> None:
-    for differences in pool4.run(compare_first_layers, case=case4(family, 2, 1), layer_settings=settings):
+def test_one_layer(pool2: ProcessPool, family: str, settings: dict[str, Any]) -> None:
+    for differences in pool2.run(compare_first_layers, case=case2(family), layer_settings=settings):
         assert {"output", "logits", "grad_x", "experts.w1", "experts.w2", "experts.w3"} <= differences.keys()
         for name, difference in differences.items():
             assert difference < FP32_TOLERANCE, name

@@ -15,7 +15,7 @@ from marks import slow
 from parity import FP32_TOLERANCE, Case, levels_of
 from process_pool import ProcessPool
 from toy_model import ToyConfig
-from training import Engine, batch_of, evaluate, train
+from training import Engine, batch_of, evaluate, train, world2
 
 pytestmark = pytest.mark.dist
 
@@ -143,9 +143,9 @@ def test_checkpoints_are_read_with_and_without_the_block(pool4: ProcessPool, tmp
 
 
 @pytest.mark.core
-def test_files_are_those_of_deepspeed(pool4: ProcessPool, tmp_path: Path) -> None:
-    case = world4((2, 2), zero_stage=1)
-    pool4.run(write_both, case=case, folder=str(tmp_path))
+def test_files_are_those_of_deepspeed(pool2: ProcessPool, tmp_path: Path) -> None:
+    case = world2(zero_stage=1)
+    pool2.run(write_both, case=case, folder=str(tmp_path))
     plain, hybrid = (
         sorted(str(path.relative_to(tmp_path / kind)) for path in (tmp_path / kind).rglob("*"))
         for kind in ("plain", "hybrid")
@@ -199,18 +199,23 @@ def test_other_ways_of_loading_leave_no_stale_replica(
 
 @pytest.mark.parametrize(("zeroes_gradients", "zero_stage"), MIDDLE)
 def test_load_in_the_middle_of_an_accumulation(
-    pool4: ProcessPool, tmp_path: Path, zero_stage: int, zeroes_gradients: bool
+    pool2: ProcessPool, tmp_path: Path, zero_stage: int, zeroes_gradients: bool
 ) -> None:
-    case = world4((2, 1), zero_stage, accumulation=3)
-    assert_same(pool4, case, tmp_path, go_back_in_the_middle, zeroes_gradients=zeroes_gradients)
+    case = world2(zero_stage=zero_stage, accumulation=3)
+    assert_same(pool2, case, tmp_path, go_back_in_the_middle, zeroes_gradients=zeroes_gradients)
 
 
-def test_save_between_micro_steps(pool4: ProcessPool, tmp_path: Path) -> None:
-    assert_same(pool4, world4((2, 1), zero_stage=2, accumulation=2), tmp_path, save_between_micro_steps)
+def test_save_between_micro_steps(pool2: ProcessPool, tmp_path: Path) -> None:
+    assert_same(pool2, world2(zero_stage=2, accumulation=2), tmp_path, save_between_micro_steps)
 
 
-@pytest.mark.parametrize("domain_sizes", [slow(PLANS[0]), PLANS[1]], ids=str)
-def test_load_state_dict_leaves_no_stale_replica(
+def test_load_state_dict_leaves_no_stale_replica(pool2: ProcessPool, tmp_path: Path) -> None:
+    assert_same(pool2, world2(), tmp_path, load_by_hand)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("domain_sizes", PLANS, ids=str)
+def test_load_state_dict_on_four_ranks_leaves_no_stale_replica(
     pool4: ProcessPool, tmp_path: Path, domain_sizes: tuple[int, int]
 ) -> None:
     assert_same(pool4, world4(domain_sizes, zero_stage=0), tmp_path, load_by_hand)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import starts
 import torch
-from autoep_cases import case4
+from autoep_cases import case2
 from marks import slow
 from parity import Case
 from process_pool import ProcessPool
@@ -40,18 +40,17 @@ def adamw(model: nn.Module) -> tuple[Any, Any]:
 
 @pytest.mark.parametrize("zero_stage", [slow(0), slow(1), 2, slow(3)])
 def test_groups_of_the_script_with_rates_and_a_schedule_train_as_without_expert_parallelism(
-    pool4: ProcessPool, zero_stage: int
+    pool2: ProcessPool, zero_stage: int
 ) -> None:
-    case = case4(
-        "qwen3_moe", 2, 1, zero_stage=zero_stage, accumulation=2, gradient_clipping=0.5 if zero_stage else 0.0
-    )
-    results = pool4.run(starts.compare, case=case, start=Start(optimizer=adamw), timeout_s=120.0)
+    clipping = 0.5 if zero_stage else 0.0
+    case = case2("qwen3_moe", zero_stage=zero_stage, accumulation=2, gradient_clipping=clipping, steps=3)
+    results = pool2.run(starts.compare, case=case, start=Start(optimizer=adamw), timeout_s=120.0)
     assert_same(results)
 
 
-def test_groups_without_names_keep_their_rates_in_an_optimizer_of_the_ds_config(pool4: ProcessPool) -> None:
-    case = case4("qwen3_moe", 2, 1, zero_stage=2)
-    results = pool4.run(starts.compare, case=case, start=Start(groups=two_groups), timeout_s=120.0)
+def test_groups_without_names_keep_their_rates_in_an_optimizer_of_the_ds_config(pool2: ProcessPool) -> None:
+    case = case2("qwen3_moe", zero_stage=2, steps=3)
+    results = pool2.run(starts.compare, case=case, start=Start(groups=two_groups), timeout_s=120.0)
     assert_same(results)
     for found in results:
         assert sorted({group["lr"] for group in found["groups"]}) == [2e-3, 5e-3]
@@ -81,9 +80,9 @@ def adamw_of_one_schedule(model: nn.Module) -> tuple[Any, Any]:
 
 
 @pytest.mark.parametrize("zero_stage", [1, slow(3)])
-def test_a_resume_goes_on_with_the_scripts_schedule(pool4: ProcessPool, tmp_path: Path, zero_stage: int) -> None:
-    case, start = case4("qwen3_moe", 2, 1, zero_stage=zero_stage), Start(optimizer=adamw_of_one_schedule)
-    for found in pool4.run(resume, case=case, start=start, folder=str(tmp_path), timeout_s=120.0):
+def test_a_resume_goes_on_with_the_scripts_schedule(pool2: ProcessPool, tmp_path: Path, zero_stage: int) -> None:
+    case, start = case2("qwen3_moe", zero_stage=zero_stage), Start(optimizer=adamw_of_one_schedule)
+    for found in pool2.run(resume, case=case, start=start, folder=str(tmp_path), timeout_s=120.0):
         straight, resumed = found["losses"]
         assert resumed == straight
         rates, again = found["rates"]
@@ -101,9 +100,9 @@ def compare_without_compilation(case: Case, start: Start) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-def test_muon_trains_as_without_expert_parallelism_but_for_matrices_that_autoep_divides(pool4: ProcessPool) -> None:
-    case = case4("qwen3_moe", 2, 1, zero_stage=1)
-    results = pool4.run(compare_without_compilation, case=case, start=Start(config={"optimizer": MUON}))
+def test_muon_trains_as_without_expert_parallelism_but_for_matrices_that_autoep_divides(pool2: ProcessPool) -> None:
+    case = case2("qwen3_moe", zero_stage=1)
+    results = pool2.run(compare_without_compilation, case=case, start=Start(config={"optimizer": MUON}))
     for found in results:
         # AutoEP has gate and up of an expert as two matrices, and Muon makes each of them orthogonal by itself.
         for name in [name for name in found["distance"] if name.endswith((".w1", ".w3"))]:

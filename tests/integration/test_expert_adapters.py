@@ -12,7 +12,7 @@ import deepspeed
 import pytest
 import torch
 from adapted_engines import BOTH, adapted_model, engine_of
-from autoep_cases import SHAPE, case4
+from autoep_cases import SHAPE, case2, case4
 from deepspeed import comm as dist
 from deepspeed.moe.ep_experts import GroupedExperts
 from deepspeed.utils import groups
@@ -83,18 +83,19 @@ def resume(case: Case, folder: str) -> dict[str, Any]:
 
     Also, relative, how far one step leads away from factors that were loaded alone; of the parameter that moves most.
     """
+    ep_size = case.toy.ep_size
     with engine_of(case, BOTH, with_block=True) as engine:
         train(engine, case, 0, 2)
         engine.save_checkpoint(folder)
-        saved = factors_of(engine, BOTH)
-        straight = train(engine, case, 2, 2), factors_of(engine, BOTH)
+        saved = factors_of(engine, BOTH, ep_size)
+        straight = train(engine, case, 2, 2), factors_of(engine, BOTH, ep_size)
     with engine_of(case, BOTH, with_block=True, seed=2) as engine:
         engine.load_checkpoint(folder)
-        resumed = train(engine, case, 2, 2), factors_of(engine, BOTH)
+        resumed = train(engine, case, 2, 2), factors_of(engine, BOTH, ep_size)
     with engine_of(case, BOTH, with_block=True, seed=2) as engine:
         engine.load_checkpoint(folder, load_module_only=True)
         train(engine, case, 2, 1)
-        factors = factors_of(engine, BOTH)
+        factors = factors_of(engine, BOTH, ep_size)
     different = [name for name, one in straight[1].items() if not torch.equal(one, resumed[1][name])]
     distance = max(float((factors[name] - one).norm() / one.norm()) for name, one in saved.items())
     return {"losses": (straight[0], resumed[0]), "different": different, "distance": distance}
@@ -231,10 +232,10 @@ def test_memory_is_what_is_estimated(pool4: ProcessPool) -> None:
 
 @pytest.mark.parametrize("zero_stage", [slow(0), 1])
 def test_resume_is_bit_equal_and_a_load_of_the_module_only_is_what_training_goes_on_from(
-    pool4: ProcessPool, tmp_path: Path, zero_stage: int
+    pool2: ProcessPool, tmp_path: Path, zero_stage: int
 ) -> None:
-    case = case4("qwen3_moe", 2, 1, zero_stage=zero_stage)
-    for found in pool4.run(resume, case=case, folder=str(tmp_path)):
+    case = case2("qwen3_moe", zero_stage=zero_stage)
+    for found in pool2.run(resume, case=case, folder=str(tmp_path)):
         straight, resumed = found["losses"]
         assert resumed == straight
         assert found["different"] == []
@@ -262,16 +263,16 @@ def test_universal_checkpoints_hold_adapters_of_experts(pool4: ProcessPool, tmp_
                 assert torch.equal(value, loaded[name]), name
 
 
-def test_a_layer_that_autoep_does_not_take(pool4: ProcessPool) -> None:
+def test_a_layer_that_autoep_does_not_take(pool2: ProcessPool) -> None:
     only_first = r"base_model\.model\.model\.layers\.0\.mlp"
-    for message in pool4.run(error_of, case=case4("qwen3_moe", 2, 1), targets=BOTH, pattern=only_first):
+    for message in pool2.run(error_of, case=case2("qwen3_moe"), targets=BOTH, pattern=only_first):
         assert "base_model.model.model.layers.1.mlp: AutoEP did not take this layer" in message
         assert "expert_parallel.moe_layer_pattern" in message
 
 
-def test_a_stage_whose_checkpoints_lose_experts(pool4: ProcessPool) -> None:
-    case = case4("qwen3_moe", 2, 1, zero_stage=2)
-    for message in pool4.run(error_of, case=case, targets=BOTH, pattern=r".*\.layers\.\d+\.mlp"):
+def test_a_stage_whose_checkpoints_lose_experts(pool2: ProcessPool) -> None:
+    case = case2("qwen3_moe", zero_stage=2)
+    for message in pool2.run(error_of, case=case, targets=BOTH, pattern=r".*\.layers\.\d+\.mlp"):
         assert "adapters of experts do not work with ZeRO stage 2 (zero_optimization.stage)" in message
 
 

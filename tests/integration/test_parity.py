@@ -33,9 +33,9 @@ def test_every_plan_of_four_ranks(pool4: ProcessPool) -> None:
 
 @pytest.mark.core
 def test_zero_stages_with_accumulation(pool4: ProcessPool) -> None:
-    stage0 = world4(2, 1, zero_stage=0, accumulation=2, steps=3)
-    stage1 = world4(2, 1, zero_stage=1, accumulation=2, gradient_clipping=0.5, steps=3)
-    stage2 = world4(2, 2, zero_stage=2, accumulation=3, steps=3)
+    stage0 = world4(2, 1, zero_stage=0, accumulation=2, steps=2)
+    stage1 = world4(2, 1, zero_stage=1, accumulation=2, gradient_clipping=0.5, steps=2)
+    stage2 = world4(2, 2, zero_stage=2, accumulation=3, steps=2)
     on_host = [replace(one, offload="hybrid") for one in (stage1, stage2)]
     assert_parity(pool4, [stage0, stage1, on_host[0], stage2, on_host[1]])
 
@@ -59,8 +59,8 @@ def test_optimizer_on_the_host_in_both_runs(pool4: ProcessPool) -> None:
 def test_checkpointing_repeats_no_exchange_of_experts_and_loses_no_gradient(pool4: ProcessPool) -> None:
     toy = ToyConfig(num_layers=3)
     cases = [
-        world4(2, 1, toy=replace(toy, checkpointing="nonreentrant"), zero_stage=2, accumulation=2, steps=3),
-        world4(1, 2, toy=replace(toy, checkpointing="reentrant"), prefetch_depth=5, evaluate=True, steps=3),
+        world4(2, 1, toy=replace(toy, checkpointing="nonreentrant"), zero_stage=2, accumulation=2, steps=2),
+        world4(1, 2, toy=replace(toy, checkpointing="reentrant"), prefetch_depth=5, evaluate=True, steps=2),
     ]
     assert_parity(pool4, cases)
 
@@ -121,8 +121,8 @@ def test_groups_smaller_than_the_world(pool4: ProcessPool) -> None:
 def test_uneven_and_empty_batches(pool4: ProcessPool) -> None:
     toy = ToyConfig(drop_tokens=False)
     cases = [
-        world4(2, 1, toy=toy, batch_sizes=(4, 0, 6, 3), zero_stage=2, accumulation=2, steps=3),
-        world4(1, 2, toy=replace(toy, checkpointing="nonreentrant"), batch_sizes=(0, 4, 4, 4), zero_stage=2, steps=3),
+        world4(2, 1, toy=toy, batch_sizes=(4, 0, 6, 3), zero_stage=2, accumulation=2, steps=2),
+        world4(1, 2, toy=replace(toy, checkpointing="nonreentrant"), batch_sizes=(0, 4, 4, 4), zero_stage=2, steps=2),
     ]
     assert_parity(pool4, cases)
 

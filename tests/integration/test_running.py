@@ -3,12 +3,13 @@
 
 import importlib.util
 import time
+from collections.abc import Sequence
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
-from autoep_cases import case4
+from autoep_cases import case2, case4
 from deepspeed import comm as dist
 from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
 from marks import slow
@@ -121,12 +122,13 @@ def drop_layers(case: Case, *, with_block: bool, **config: Any) -> tuple[list[fl
         engine.destroy()
 
 
-def losses_with_and_without(case: Case, how: str = "train", **config: Any) -> dict[str, Any]:
+def losses_with_and_without(
+    case: Case, how: str = "train", *, blocks: Sequence[bool] = (False, True), **config: Any
+) -> dict[Any, Any]:
     """Losses of three steps of a kind of script, by whether the ds_config has the block."""
-    found: dict[str, Any] = {}
-    codecs = [(COARSE, LOW_RANK), ("identity", "identity")]
-    block = block_with(case, codecs) if how == "a batch of nan" else None
-    for with_block in (False, True):
+    found: dict[Any, Any] = {}
+    block = block_with(case, [(COARSE, LOW_RANK)]) if how == "a batch of nan" else None
+    for with_block in blocks:
         settings = block if with_block else None
         with engine_of(case, with_block=with_block, hybridep=settings, **config) as engine:
             found[with_block] = SCRIPTS[how](engine, case)
@@ -226,20 +228,20 @@ def test_a_first_evaluation_in_inference_mode_changes_nothing(pool4: ProcessPool
 @pytest.mark.parametrize(
     ("case", "include", "options"),
     [
-        slow(world4(2, 2, zero_stage=1), None, {"pin_memory": False}),
-        (world4(2, 2, zero_stage=2, dtype="bf16"), None, {"non_blocking": True}),
-        slow(world4(2, 2, zero_stage=1), ["optim_states", "hp_params"], {}),
+        slow(world2(zero_stage=1), None, {"pin_memory": False}),
+        (world2(zero_stage=2, dtype="bf16"), None, {"non_blocking": True}),
+        slow(world2(zero_stage=1), ["optim_states", "hp_params"], {}),
         pytest.param(
-            case4("mixtral", 2, 1, zero_stage=3), ["lp_params", "lp_grads", "contiguous_grad_buffer"], {},
+            case2("mixtral", zero_stage=3), ["lp_params", "lp_grads", "contiguous_grad_buffer"], {},
             marks=[needs_transformers, pytest.mark.slow],
         ),
     ],
     ids=["zero 1", "zero 2", "optimizer only", "zero 3"],
 )  # fmt: skip
 def test_states_that_were_offloaded_come_back(
-    pool4: ProcessPool, case: Case, include: list[str] | None, options: dict[str, Any]
+    pool2: ProcessPool, case: Case, include: list[str] | None, options: dict[str, Any]
 ) -> None:
-    for found in pool4.run(offload_between_steps, case=case, include=include, **options):
+    for found in pool2.run(offload_between_steps, case=case, include=include, **options):
         assert found["losses True"] == found["losses False"]
         away, back = found["bytes"]
         if include is None or "lp_params" in include:
@@ -254,29 +256,29 @@ def test_states_that_were_offloaded_come_back(
             assert include is not None
 
 
-def test_layer_drop_with_accumulation_works_as_the_message_says(pool4: ProcessPool) -> None:
-    case = world4(2, 2, accumulation=2)
-    for _, (kind, message) in pool4.run(drop_layers, case=case, with_block=True):
+def test_layer_drop_with_accumulation_works_as_the_message_says(pool2: ProcessPool) -> None:
+    case = world2(accumulation=2)
+    for _, (kind, message) in pool2.run(drop_layers, case=case, with_block=True):
         assert kind == "GradientNotReturnedError"
         assert "set managed_gradient_accumulation in ds_config to false (for LayerDrop)" in message
     config = {"managed_gradient_accumulation": False}
-    plain, ours = (pool4.run(drop_layers, case=case, with_block=one, **config) for one in (False, True))
-    assert [error for _, error in ours] == [("", "")] * 4
+    plain, ours = (pool2.run(drop_layers, case=case, with_block=one, **config) for one in (False, True))
+    assert [error for _, error in ours] == [("", "")] * 2
     assert [losses for losses, _ in ours] == [close_to(losses) for losses, _ in plain]
 
 
 @pytest.mark.parametrize(
     ("how", "case"),
     [
-        slow("engine.compile()", world4(2, 2, zero_stage=1)),
-        ("save_on_cpu", world4(2, 2, zero_stage=1)),
-        ("two forwards", world4(2, 2, zero_stage=1, accumulation=2)),
-        slow("two forwards", world4(2, 2, zero_stage=2, accumulation=2)),
+        slow("engine.compile()", world2(zero_stage=1)),
+        ("save_on_cpu", world2(zero_stage=1)),
+        ("two forwards", world2(zero_stage=1, accumulation=2)),
+        slow("two forwards", world2(zero_stage=2, accumulation=2)),
     ],
     ids=lambda one: one if isinstance(one, str) else "",
 )
-def test_a_script_trains_as_with_deepspeed_alone(pool4: ProcessPool, how: str, case: Case) -> None:
-    for found in pool4.run(losses_with_and_without, case=case, how=how):
+def test_a_script_trains_as_with_deepspeed_alone(pool2: ProcessPool, how: str, case: Case) -> None:
+    for found in pool2.run(losses_with_and_without, case=case, how=how):
         assert found[True] == close_to(found[False])
 
 
@@ -287,24 +289,26 @@ def test_a_compiled_engine_trains_as_with_deepspeed_alone(pool2: ProcessPool) ->
         assert found[True] == close_to(found[False])
 
 
-def test_torch_autocast_trains_as_with_deepspeed_alone(pool4: ProcessPool) -> None:
+def test_torch_autocast_trains_as_with_deepspeed_alone(pool2: ProcessPool) -> None:
     config = {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}
-    for found in pool4.run(losses_with_and_without, case=world4(2, 2, zero_stage=1), **config):
+    case = world2(zero_stage=1, toy=ToyConfig(ep_size=2, routing="by_token"))
+    for found in pool2.run(losses_with_and_without, case=case, **config):
         assert found[True] == pytest.approx(found[False], rel=BF16_LOSS_TOLERANCE)
 
 
-def test_what_cannot_be_compiled_or_cast_is_refused_with_a_way_out(pool4: ProcessPool) -> None:
-    for cast, compiled in pool4.run(refusals, case=world4(2, 2, zero_stage=1)):
+def test_what_cannot_be_compiled_or_cast_is_refused_with_a_way_out(pool2: ProcessPool) -> None:
+    for cast, compiled in pool2.run(refusals, case=world2(zero_stage=1)):
         assert cast[0] == compiled[0] == "UnsupportedError"
         assert 'torch_autocast.dtype is "float16"' in cast[1]
         assert 'set it to "bfloat16"' in cast[1]
         assert "engine.compile() then compiles all but MoE layers" in compiled[1]
 
 
-def test_sums_of_replicas_travel_in_the_communication_data_type(pool4: ProcessPool) -> None:
-    case = world4(2, 2, zero_stage=1)
+def test_sums_of_replicas_travel_in_the_communication_data_type(pool2: ProcessPool) -> None:
+    case = world2(zero_stage=1)
     own, short = (
-        pool4.run(losses_with_and_without, case=case, **config) for config in ({}, {"communication_data_type": "bf16"})
+        pool2.run(losses_with_and_without, case=case, blocks=[True], **config)
+        for config in ({}, {"communication_data_type": "bf16"})
     )
     for one, other in zip(own, short, strict=True):
         assert other["gradient bytes"] == one["gradient bytes"] / 2
@@ -312,16 +316,16 @@ def test_sums_of_replicas_travel_in_the_communication_data_type(pool4: ProcessPo
         assert other[True] != one[True]
 
 
-def test_a_batch_of_nan_is_skipped_also_with_lossy_codecs(pool4: ProcessPool) -> None:
-    case = world4(2, 2, zero_stage=1, dtype="bf16")
+def test_a_batch_of_nan_is_skipped_also_with_lossy_codecs(pool2: ProcessPool) -> None:
+    case = world2(zero_stage=1, dtype="bf16")
     config = {"bf16": {"enabled": True, "check_grad_overflow": True}}
-    for found in pool4.run(losses_with_and_without, case=case, how="a batch of nan", **config):
+    for found in pool2.run(losses_with_and_without, case=case, how="a batch of nan", **config):
         assert found[True][2] == found[False][2] == 1.0
         assert found[True] == pytest.approx(found[False], rel=0.2)  # codecs are lossy; nan would be unequal
 
 
-def test_where_one_rank_alone_evaluates_an_error_says_so_soon(pool4: ProcessPool) -> None:
-    found = pool4.run(evaluate_on_one_rank, case=world4(1, 1), timeout_s=100.0)
+def test_where_one_rank_alone_evaluates_an_error_says_so_soon(pool2: ProcessPool) -> None:
+    found = pool2.run(evaluate_on_one_rank, case=world2(domain_size=1), timeout_s=100.0)
     assert [message for message, _ in found if "will not end: rank" in message], found
     for message, _ in found:
         assert "all ranks must call the model equally often" in message

@@ -9,7 +9,7 @@ import pytest
 import starts
 import torch
 from adapted_engines import BOTH
-from autoep_cases import case4
+from autoep_cases import case2, case4
 from deepspeed import comm as dist
 from marks import slow
 from parity import Case, model_of
@@ -131,10 +131,10 @@ ALONE, POLICY = Start(model=lora), Start(model=policy_with_lora, loss=loss_of_mo
     ids=lambda one: f"zero {one}" if isinstance(one, int) else "alone" if one is ALONE else "policy",
 )
 def test_lora_of_attention_starts_without_a_pattern_and_freezes_experts(
-    pool4: ProcessPool, start: Start, zero_stage: int
+    pool2: ProcessPool, start: Start, zero_stage: int
 ) -> None:
-    case = case4("qwen3_moe", 2, 1, zero_stage=zero_stage)
-    assert_same(pool4.run(starts.compare, case=case, start=start, timeout_s=120.0), frozen=is_frozen)
+    case = case2("qwen3_moe", zero_stage=zero_stage, steps=3)
+    assert_same(pool2.run(starts.compare, case=case, start=start, timeout_s=120.0), frozen=is_frozen)
 
 
 def save_and_go_on(case: Case, start: Start, folder: str) -> dict[str, Any]:
@@ -194,24 +194,24 @@ def error_of_start(case: Case, start: Start) -> str:
         return str(error)
 
 
-def test_whole_routers_and_heads_beside_adapters_train_as_without_expert_parallelism(pool4: ProcessPool) -> None:
-    case = case4("qwen3_moe", 2, 1, zero_stage=1)
-    results = pool4.run(starts.compare, case=case, start=Start(model=lora_with_patterns), timeout_s=120.0)
+def test_whole_routers_and_heads_beside_adapters_train_as_without_expert_parallelism(pool2: ProcessPool) -> None:
+    case = case2("qwen3_moe", zero_stage=1, steps=3)
+    results = pool2.run(starts.compare, case=case, start=Start(model=lora_with_patterns), timeout_s=120.0)
     assert_same(results, frozen=lambda name: "lora_" not in name and "modules_to_save" not in name)
 
 
-def test_an_adapter_of_a_router_is_refused_by_name(pool4: ProcessPool) -> None:
-    case = case4("qwen3_moe", 2, 1, zero_stage=1)
-    for message in pool4.run(error_of_start, case=case, start=Start(model=router_by_parameter)):
+def test_an_adapter_of_a_router_is_refused_by_name(pool2: ProcessPool) -> None:
+    case = case2("qwen3_moe", zero_stage=1)
+    for message in pool2.run(error_of_start, case=case, start=Start(model=router_by_parameter)):
         assert "model.layers.0.mlp.gate.lora_A.default.weight is trained, but AutoEP" in message
         assert "leave 'gate' out of the adapters" in message
         assert "modules_to_save trains a whole router" in message
 
 
-def test_a_frozen_model_with_a_trained_head_has_nothing_to_send_back(pool4: ProcessPool) -> None:
-    case = case4("qwen3_moe", 2, 1, zero_stage=2)
+def test_a_frozen_model_with_a_trained_head_has_nothing_to_send_back(pool2: ProcessPool) -> None:
+    case = case2("qwen3_moe", zero_stage=2, steps=3)
     start = Start(model=frozen_experts_and_routers)
-    results = pool4.run(starts.compare, case=case, start=start, timeout_s=120.0)
+    results = pool2.run(starts.compare, case=case, start=start, timeout_s=120.0)
     assert_same(results, frozen=lambda name: ".experts." in name or ".router." in name)
 
 

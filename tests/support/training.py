@@ -92,9 +92,9 @@ def error_of(function: Any, *args: Any, **kwargs: Any) -> tuple[str, str]:
     return "", ""
 
 
-def world2(**options: Any) -> Case:
+def world2(*, domain_size: int = 2, **options: Any) -> Case:
     options.setdefault("toy", ToyConfig(ep_size=2))
-    return Case(levels=levels_of((2,), (2,)), kernels="reference", **options)
+    return Case(levels=levels_of((2,), (domain_size,)), kernels="reference", **options)
 
 
 def world4(*domain_sizes: int, **options: Any) -> Case:
