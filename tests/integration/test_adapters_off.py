@@ -180,8 +180,16 @@ def test_what_would_reach_adapters_of_attention_only_is_refused(pool2: ProcessPo
         assert found["adapters"] == ["default"]
 
 
-@pytest.mark.parametrize("copy_of", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
-def test_a_copy_of_a_model_is_guarded_by_itself(copy_of: Callable[[nn.Module], Any]) -> None:
+def pickled(model: nn.Module) -> Any:
+    return pickle.loads(pickle.dumps(model))
+
+
+@pytest.mark.parametrize("copy_of", [copy.deepcopy, pickled])
+def test_a_copy_of_a_model_is_guarded_by_itself(pool2: ProcessPool, copy_of: Callable[[nn.Module], Any]) -> None:
+    pool2.run(copy_and_look, copy_of=copy_of)  # on ranks, since they have imported peft
+
+
+def copy_and_look(copy_of: Callable[[nn.Module], Any]) -> None:
     import peft
 
     from ds_hybridep.deepspeed.adapter_switch import AdapterSwitch, guard

@@ -221,6 +221,7 @@ def test_missing_deepspeed_is_the_usual_error(run):
 def test_a_process_without_the_block_loads_nothing_but_the_hook(tmp_path):
     program = """
 import sys, torch
+print(*[type(finder).__module__ for finder in sys.meta_path])
 from ds_hybridep._autoload import install
 install()  # also where the package was not installed, and torch did not call it
 import deepspeed
@@ -228,8 +229,9 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 print(DeepSpeedEngine._configure_distributed_model.__code__.co_filename)
 print(*sorted(name for name in sys.modules if name.split(".")[0] == "ds_hybridep"))
 """
-    result = run_program(program, cwd=tmp_path, PYTHONPATH=package_in(tmp_path))
-    *_, path, modules = result.stdout.splitlines()
+    result = run_program(program, cwd=tmp_path, PYTHONPATH=package_in(tmp_path), TORCH_DEVICE_BACKEND_AUTOLOAD="0")
+    finders, *_, path, modules = result.stdout.splitlines()
+    assert "ds_hybridep._autoload" not in finders.split()
     assert path == str(tmp_path / "ds_hybridep" / "_autoload.py")
     assert modules.split() == ["ds_hybridep", "ds_hybridep._autoload", "ds_hybridep.version"]
     assert "not active" not in result.stderr
@@ -269,7 +271,6 @@ import sys, torch
 print(*[type(finder).__module__ for finder in sys.meta_path])
 """
     assert "ds_hybridep._autoload" in run_program(program, TORCH_DEVICE_BACKEND_AUTOLOAD="1").stdout.split()
-    assert "ds_hybridep._autoload" not in run_program(program, TORCH_DEVICE_BACKEND_AUTOLOAD="0").stdout.split()
 
 
 WAITING = """

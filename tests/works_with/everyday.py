@@ -6,7 +6,9 @@ CPUs needs.  It returns what people look at: losses, and the folder that was sav
 """
 
 import copy
+import functools
 import gc
+import importlib.metadata
 import os
 import traceback
 from collections.abc import Callable, Iterator, Mapping
@@ -14,6 +16,7 @@ from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
+from unittest import mock
 
 import deepspeed
 import torch
@@ -238,7 +241,9 @@ def run_script(script: str, folder: str, columns: tuple[Column, ...] = COLUMNS) 
         place.mkdir(parents=True, exist_ok=True)
         with _as_in_a_new_process(), _newer_routers() if column == "plain" else nullcontext():
             results[column] = _result(getattr(scripts, script), Job(column, place))
-        gc.collect()
+        for _ in range(2):  # what an engine's finalizer touches stays until the next collection
+            gc.collect()
+        gc.freeze()  # hundreds of thousands of objects of imported modules, which each collection would go through
         dist.barrier()
     return results
 
@@ -257,7 +262,8 @@ def _as_in_a_new_process() -> Iterator[None]:
     use_expert_groups_of(_GROUPS)
     torch.manual_seed(1)
     try:
-        yield
+        with mock.patch.object(importlib.metadata, "metadata", _metadata):
+            yield
     finally:
         from accelerate.state import AcceleratorState, GradientState
         from transformers.integrations.deepspeed import unset_hf_deepspeed_config
@@ -297,4 +303,5 @@ def _newer_routers() -> Iterator[None]:
         Qwen3MoeTopKRouter.forward = original
 
 
+_metadata = functools.cache(importlib.metadata.metadata)  # accelerate parses the same files again and again
 _LINEAR = torch.nn.functional.linear
