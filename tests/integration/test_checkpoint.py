@@ -182,8 +182,13 @@ def _tensor_names(content: Any, prefix: str = "") -> list[str]:
 MIDDLE = [(True, 2), slow(False, 0), slow(True, 0), slow(True, 1), slow(False, 1), slow(False, 2)]
 
 
+def test_load_into_a_running_engine_leaves_no_stale_replica(pool2: ProcessPool, tmp_path: Path) -> None:
+    assert_same(pool2, world2(zero_stage=1), tmp_path, go_back)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(("domain_sizes", "zero_stage"), EACH_STAGE, ids=str)
-def test_load_into_a_running_engine_leaves_no_stale_replica(
+def test_load_into_a_running_engine_of_four_ranks_leaves_no_stale_replica(
     pool4: ProcessPool, tmp_path: Path, domain_sizes: tuple[int, int], zero_stage: int
 ) -> None:
     assert_same(pool4, world4(domain_sizes, zero_stage), tmp_path, go_back)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import starts
 import torch
-from autoep_cases import case2
+from autoep_cases import case2, case4
 from marks import slow
 from parity import Case
 from process_pool import ProcessPool
@@ -100,9 +100,9 @@ def compare_without_compilation(case: Case, start: Start) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-def test_muon_trains_as_without_expert_parallelism_but_for_matrices_that_autoep_divides(pool2: ProcessPool) -> None:
-    case = case2("qwen3_moe", zero_stage=1)
-    results = pool2.run(compare_without_compilation, case=case, start=Start(config={"optimizer": MUON}))
+def test_muon_trains_as_without_expert_parallelism_but_for_matrices_that_autoep_divides(pool4: ProcessPool) -> None:
+    case = case4("qwen3_moe", 2, 1, zero_stage=1)
+    results = pool4.run(compare_without_compilation, case=case, start=Start(config={"optimizer": MUON}))
     for found in results:
         # AutoEP has gate and up of an expert as two matrices, and Muon makes each of them orthogonal by itself.
         for name in [name for name in found["distance"] if name.endswith((".w1", ".w3"))]:
