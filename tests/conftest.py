@@ -4,7 +4,7 @@
 import importlib.util
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import hypothesis
@@ -91,3 +91,9 @@ def pool8() -> Iterator[ProcessPool]:
     """Eight gloo ranks."""
     with ProcessPool(8) as pool:
         yield pool
+
+
+@pytest.fixture
+def pool_of(request: pytest.FixtureRequest) -> Callable[..., ProcessPool]:
+    """The pool with as many ranks as a case has."""
+    return lambda case: request.getfixturevalue(f"pool{case.world_size}")
