@@ -6,6 +6,12 @@ from typing import Any
 
 import torch
 from parity import Case, levels_of
+from toy_model import ToyConfig
+
+
+def world2(domain_size: int, **options: Any) -> Case:
+    toy = ToyConfig(ep_size=2, num_experts=4)
+    return Case(levels=levels_of((2,), (domain_size,)), dense_sync="hierarchical", **{"toy": toy, **options})
 
 
 def world4(*domain_sizes: int, **options: Any) -> Case:

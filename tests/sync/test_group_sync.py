@@ -141,7 +141,7 @@ def sum_repeatedly(
 def test_what_sums_leave_out_comes_later(
     pool4: ProcessPool, sizes: Any, codecs: Any, dtype: str, owners: bool
 ) -> None:
-    found = pool4.run(sum_repeatedly, sizes=sizes, codecs=codecs, num_sums=24, dtype=dtype, owners=owners)
+    found = pool4.run(sum_repeatedly, sizes=sizes, codecs=codecs, num_sums=12, dtype=dtype, owners=owners)
     for one in found:
         assert one["untouched"]
         assert one["mean"] < 0.25 * one["first"] + (0.004 if dtype == "bfloat16" else 0.0)
@@ -163,18 +163,18 @@ def test_sums_of_unknown_tensors_are_exact_because_residuals_would_have_no_owner
     assert pool4.run(sum_of_unknown, sizes=(2, 2)) == [(True, 0)] * 4
 
 
-def sum_small_numbers(codec: Any, owners: bool, num_sums: int) -> list[float]:
+def sum_small_numbers(sizes: tuple[int, ...], codec: Any, owners: bool, num_sums: int) -> list[float]:
     """How far what has arrived and what waits is from the sum of constant gradients, relative to each element.
 
     Returns the largest distance, the mean of all, and the mean of elements below 3e-4 of the largest.
     """
-    group, transaction = open_group((2, 2), [None, None], [codec, None])
-    rank = dist.get_rank()
+    group, transaction = open_group(sizes, [None] * len(sizes), [codec, *[None] * (len(sizes) - 1)])
+    rank, world_size = dist.get_rank(), dist.get_world_size()
     generator = torch.Generator().manual_seed(5)
-    sizes = torch.exp(torch.rand(TOTAL, generator=generator) * math.log(1e-4))
-    own = (sizes * (1 + 0.1 * rank)).bfloat16()
-    exact = sum((sizes * (1 + 0.1 * other)).bfloat16().double() for other in range(4))
-    slots = cut(SPANS, even_bounds(SPANS, 4))
+    size = torch.exp(torch.rand(TOTAL, generator=generator) * math.log(1e-4))
+    own = (size * (1 + 0.1 * rank)).bfloat16()
+    exact = sum((size * (1 + 0.1 * other)).bfloat16().double() for other in range(world_size))
+    slots = cut(SPANS, even_bounds(SPANS, world_size))
     slices = [(owner, span) for owner, slot in enumerate(slots) for span in slot]
     mine = torch.cat([torch.full((span.num_elements,), owner == rank or not owners) for owner, span in slices])
     found = torch.zeros(TOTAL, dtype=torch.float64)
@@ -189,29 +189,33 @@ def sum_small_numbers(codec: Any, owners: bool, num_sums: int) -> list[float]:
     waiting = torch.zeros(TOTAL, dtype=torch.float64)
     starts = {span.name: start for span, start in zip(SPANS, (0, 1280, 1312), strict=True)}
     saved = {"experts": {}, "synchronised": {"all": group.memory.state_dict()}, "undelivered": [], "places": {}}
-    for one in kept_back_in(saved, 4):
+    for one in kept_back_in(saved, world_size):
         first = starts[one.name] + one.start
-        waiting[first : first + one.values.numel()] += one.values.double() * 4  # of a mean over four ranks
+        waiting[first : first + one.values.numel()] += one.values.double() * world_size  # of a mean over all ranks
     dist.all_reduce(waiting)
     group.transport.close()
     error = ((found + waiting) / (num_sums * exact) - 1)[mine]
-    return [float(error.abs().max()), float(error.mean()), float(error[sizes[mine] < 3e-4].mean())]
+    return [float(error.abs().max()), float(error.mean()), float(error[size[mine] < 3e-4].mean())]
 
 
 @pytest.mark.parametrize(
-    ("codec", "owners"),
+    ("sizes", "codec", "owners"),
     [
-        ("int4", True),
-        slow({"type": "low_rank", "ratio": 8, "weighting": "rms"}, False),
-        slow("int4", False),
-        slow({"type": "low_rank", "ratio": 8}, True),
+        ((2,), "int4", True),
+        slow((2, 2), "int4", True),
+        slow((2, 2), {"type": "low_rank", "ratio": 8, "weighting": "rms"}, False),
+        slow((2, 2), "int4", False),
+        slow((2, 2), {"type": "low_rank", "ratio": 8}, True),
     ],
     ids=str,
 )
-def test_small_gradients_of_16_bits_arrive(pool4: ProcessPool, codec: Any, owners: bool) -> None:
+def test_small_gradients_of_16_bits_arrive(
+    request: pytest.FixtureRequest, sizes: tuple[int, ...], codec: Any, owners: bool
+) -> None:
     """Rounding to nearest would lose those below a 256th of a residual for good."""
-    for largest, mean, of_small in pool4.run(sum_small_numbers, codec=codec, owners=owners, num_sums=300):
-        assert largest < 0.02 * math.sqrt(5000 / 300)  # the noise of rounding falls with the root of their number
+    pool = request.getfixturevalue(f"pool{math.prod(sizes)}")
+    for largest, mean, of_small in pool.run(sum_small_numbers, sizes=sizes, codec=codec, owners=owners, num_sums=200):
+        assert largest < 0.02 * math.sqrt(5000 / 200)  # the noise of rounding falls with the root of their number
         assert abs(mean) < 0.002
         assert abs(of_small) < 0.004
 

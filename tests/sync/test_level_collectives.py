@@ -199,10 +199,19 @@ def trade(sizes: tuple[int, ...], slices: tuple[tuple[int, int], ...]) -> dict[i
     return {level: num for (level, _), num in collectives.transport.traffic.sent_bytes.items() if num}
 
 
-def test_a_sum_crosses_the_slow_level_once_per_child(pool8: ProcessPool) -> None:
+@pytest.mark.parametrize(
+    ("sizes", "slices"),
+    [
+        ((2, 2), ((0, 10), (3, 3), (2, 5), (1, 0), (2, 11))),
+        pytest.param((2, 2, 2), ((0, 10), (7, 3), (2, 5), (5, 0), (6, 11)), marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_a_sum_crosses_the_slow_level_once_per_child(
+    request: pytest.FixtureRequest, sizes: tuple[int, ...], slices: tuple[tuple[int, int], ...]
+) -> None:
     """Each element has one owner: every other child of the slow level sends it one sum, whatever the ranks inside."""
-    sizes, slices = (2, 2, 2), ((0, 10), (7, 3), (2, 5), (5, 0), (6, 11))
-    sent = pool8.run(trade, sizes=sizes, slices=slices)
+    sent = request.getfixturevalue(f"pool{math.prod(sizes)}").run(trade, sizes=sizes, slices=slices)
     places = list(itertools.product(*(range(size) for size in sizes)))
     for level in range(len(sizes)):
         children = math.prod(sizes[:level])

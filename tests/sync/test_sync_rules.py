@@ -8,7 +8,7 @@ from unittest import mock
 
 import pytest
 import torch
-from encoded import digest, over_slow_level, residuals, world4
+from encoded import digest, over_slow_level, residuals, world2, world4
 from marks import slow
 from process_pool import ProcessPool
 from training import batch_of, engine_of, error_of, train
@@ -24,11 +24,11 @@ def dense_sync_of(engine: Any) -> Any:
 
 
 def leave_out(case: Any, with_block: bool, unused_in: int | None) -> dict[str, torch.Tensor]:
-    """Dense parameters after three steps of two micro-steps, in one of which a layer is not used."""
+    """Dense parameters after two steps of two micro-steps, in one of which a layer is not used."""
     with engine_of(case, with_block=with_block) as engine:
         dense = engine.module.blocks[0].dense
         forward = dense.forward
-        for step in range(3):
+        for step in range(2):
             for micro_step in range(2):
                 dense.forward = torch.zeros_like if micro_step == unused_in else forward
                 loss = engine(*batch_of(case, step, micro_step))
@@ -101,8 +101,8 @@ def load_and_go_on(case: Any, folder: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("stage", [pytest.param(0, marks=pytest.mark.slow), 2])
-def test_what_was_loaded_is_neither_lost_nor_found_again(pool4: ProcessPool, stage: int, tmp_path: Any) -> None:
-    for found in pool4.run(load_and_go_on, case=world4(1, 1, zero_stage=stage), folder=str(tmp_path)):
+def test_what_was_loaded_is_neither_lost_nor_found_again(pool2: ProcessPool, stage: int, tmp_path: Any) -> None:
+    for found in pool2.run(load_and_go_on, case=world2(1, zero_stage=stage), folder=str(tmp_path)):
         assert all(found.values()), found
 
 
@@ -151,13 +151,13 @@ def change_on_one_rank(case: Any, codecs: dict[str, Any], refresh: bool) -> tupl
 
 
 @pytest.mark.parametrize("codecs", [{"weight_codec": "int8"}, slow({})])
-def test_a_rank_with_other_parameters_is_found(pool4: ProcessPool, codecs: dict[str, Any]) -> None:
-    case = world4(1, 1, zero_stage=1)
+def test_a_rank_with_other_parameters_is_found(pool2: ProcessPool, codecs: dict[str, Any]) -> None:
+    case = world2(1, zero_stage=1)
     if codecs:
-        for (kind, message), _ in pool4.run(change_on_one_rank, case=case, codecs=codecs, refresh=False):
+        for (kind, message), _ in pool2.run(change_on_one_rank, case=case, codecs=codecs, refresh=False):
             assert kind == "VerificationError"
             assert "dense parameters: ranks [1] hold other values than rank 0" in message
-    found = pool4.run(change_on_one_rank, case=case, codecs=codecs, refresh=True)
+    found = pool2.run(change_on_one_rank, case=case, codecs=codecs, refresh=True)
     assert all(error[0] == "" for error, _ in found)
 
 
@@ -176,7 +176,7 @@ def memory_between_steps(case: Any) -> list[bool]:
         return [one() is None for one in seen]
 
 
-def test_nothing_of_deepspeeds_buffers_is_kept(pool4: ProcessPool) -> None:
-    for found in pool4.run(memory_between_steps, case=world4(1, 1, zero_stage=0)):
+def test_nothing_of_deepspeeds_buffers_is_kept(pool2: ProcessPool) -> None:
+    for found in pool2.run(memory_between_steps, case=world2(1, zero_stage=0)):
         assert found
         assert all(found)
