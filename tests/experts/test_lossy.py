@@ -49,7 +49,9 @@ STEPS = 4
 def world(*domain_sizes: int, toy: ToyConfig | None = None, **options: Any) -> Case:
     """As many levels of size two as there are domain sizes."""
     sizes = (2,) * len(domain_sizes)
-    return Case(levels=levels_of(sizes, domain_sizes), toy=toy or ToyConfig(ep_size=2 ** len(sizes)), **options)
+    num_ranks = 2 ** len(sizes)
+    toy = toy or ToyConfig(ep_size=num_ranks, num_experts=2 * num_ranks)
+    return Case(levels=levels_of(sizes, domain_sizes), toy=toy, **options)
 
 
 # -- in the workers ---------------------------------------------------------------------------------------------

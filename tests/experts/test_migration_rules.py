@@ -254,7 +254,8 @@ def assert_rules(pool: ProcessPool, rules: Sequence[Rule]) -> list[list[list[tup
 def world(*domain_sizes: int, toy: ToyConfig | None = None, **options: Any) -> Case:
     """As many levels of size two as there are domain sizes.  In one domain only experts travel."""
     sizes = (2,) * len(domain_sizes)
-    toy = replace(toy or ToyConfig(), ep_size=2 ** len(sizes))
+    num_ranks = 2 ** len(sizes)
+    toy = replace(toy or ToyConfig(num_experts=2 * num_ranks), ep_size=num_ranks)
     return Case(levels=levels_of(sizes, domain_sizes), toy=toy, kernels="reference", **{"steps": 3, **options})
 
 
