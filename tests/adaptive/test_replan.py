@@ -3,6 +3,7 @@
 
 import json
 import math
+from collections.abc import Callable
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
@@ -39,13 +40,17 @@ from ds_hybridep.plan.plan import JobPlan
 
 pytestmark = pytest.mark.dist
 
-SIZES = ((1, 1), (2, 1), (1, 1))
+SIZES = ((1, 1), (2, 1))
 COARSE = {"type": "int2", "block": 256}
 LOSSY = [(COARSE, COARSE), ("identity", "identity")]
 
 
 def world2(domain_size: int, **options: Any) -> Case:
     return Case(levels=levels_of((2,), (domain_size,)), toy=ToyConfig(ep_size=2, num_experts=4), **options)
+
+
+def label_of(domain_sizes: tuple[int, ...]) -> str:
+    return f"[{','.join(map(str, domain_sizes))}]"
 
 
 def attachment_of(engine: Engine) -> Any:
@@ -95,7 +100,7 @@ def kept_back(engine: Engine) -> dict[str, torch.Tensor]:
 def residuals_before_and_after(case: Case, block: dict[str, Any]) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """For each layer what all ranks had kept back of this rank's experts, and what it has to add after a change."""
     with engine_of(case, with_block=True, hybridep=block_with(case, LOSSY)) as engine:
-        train(engine, case, 0, 3)
+        train(engine, case, 0, 2)
         before = kept_back(engine)
         owed = {}
         for replicas in replicas_of(engine):
@@ -112,16 +117,16 @@ def residuals_before_and_after(case: Case, block: dict[str, Any]) -> list[tuple[
             (owed[name], torch.cat([taken[one] for n in names for one in sorted(taken) if one[0] == f"{name} {n}"]))
             for name in owed
         ]
-        train(engine, case, 3, 1)
+        train(engine, case, 2, 1)
         assert not waiting.records()
         return pairs
 
 
 def gradients_of_nothing(case: Case) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """(carried, change of the parameter) of each expert parameter in a step whose own gradients are zero."""
-    with engine_of(case, with_block=True, hybridep=block_with(case, LOSSY)) as engine:
+    with engine_of(case, with_block=True, hybridep=block_with(case, LOSSY[:1])) as engine:
         train(engine, case, 0, 3)
-        ds_hybridep.replan(engine, block_of(case, **block_of_sizes(case, (1, 1))))
+        ds_hybridep.replan(engine, block_of(case, **block_of_sizes(case, (1,))))
         attachment = attachment_of(engine)
         waiting = attachment.runtime.codec_state.waiting
         carried = {(one.name, one.start): one.values.clone() for one in waiting.records() if " " in one.name}
@@ -184,7 +189,7 @@ def choose_again(case: Case) -> list[tuple[bool, bool]]:
         looks = looks_at(planner)
         planner.hold()
         for _ in range(2):
-            train(engine, case, 0, 8)
+            train(engine, case, 0, 6)
             found.append((planner.is_settled, bool(looks)))
             planner.choose_anew(attachment.runtime)
         return found
@@ -211,7 +216,7 @@ def measured_links(case: Case) -> tuple[list[dict[str, Any]], int]:
     """Links of a planned job that is told none, and the bytes that its start has sent over the slow level."""
     from ds_hybridep.adaptive import probe
 
-    levels = [{"name": "dc", "size": 2, "domain_size": "auto"}, {"name": "gpu", "size": 2}]
+    levels = [{"name": "dc", "size": 2, "domain_size": "auto"}]
     short = mock.patch.object(probe, "LONG_ENOUGH_S", 0.01)
     with short, engine_of(case, with_block=True, hybridep={"levels": levels}) as engine:
         dist.barrier()  # nobody leaves while others still connect
@@ -228,7 +233,7 @@ def plan_after_load(case: Case, folder: str) -> tuple[JobPlan, JobPlan, list[flo
     """Plan at the save and after the load, and losses after both."""
     with engine_of(case, with_block=True, hybridep=planned_block(case)) as engine:
         train(engine, case, 0, 2)
-        ds_hybridep.replan(engine, block_of(case, **block_of_sizes(case, (2, 1))))
+        ds_hybridep.replan(engine, block_of(case, **block_of_sizes(case, (2,))))
         saved = attachment_of(engine).planner.current
         engine.save_checkpoint(folder, tag="two")
         losses = train(engine, case, 2, 2)
@@ -441,9 +446,9 @@ def test_what_codecs_had_kept_back_goes_to_the_owners(pool4: ProcessPool, sizes:
             torch.testing.assert_close(taken, owed, rtol=1e-6, atol=1e-7)
 
 
-def test_what_has_no_place_in_the_next_plan_is_added_to_the_next_gradients(pool4: ProcessPool):
-    case = world4(2, 1, optimizer="sgd")
-    for pairs in pool4.run(gradients_of_nothing, case=case):
+def test_what_has_no_place_in_the_next_plan_is_added_to_the_next_gradients(pool2: ProcessPool):
+    case = world2(2, optimizer="sgd")
+    for pairs in pool2.run(gradients_of_nothing, case=case):
         carried, change = (torch.cat([pair[i].reshape(-1) for pair in pairs]) for i in (0, 1))
         assert change.norm() > 0
         # SGD moves every parameter by the learning rate times its gradient, which DeepSpeed may have averaged.
@@ -452,18 +457,21 @@ def test_what_has_no_place_in_the_next_plan_is_added_to_the_next_gradients(pool4
         assert factor > 0
 
 
-def test_a_planned_job_changes_its_plan_and_keeps_its_losses(pool4: ProcessPool):
-    case = world4(1, 1, zero_stage=1)
-    wanted = [(2, 1), (1, 1), (1, 1)]
-    plain = pool4.run(plain_losses, case=case, num_steps=16)
-    results = pool4.run(planned_run, case=case, wanted=wanted, steps=16)
+@pytest.mark.parametrize(("first", "second"), [((1,), (2,)), slow((1, 1), (2, 1))])
+def test_a_planned_job_changes_its_plan_and_keeps_its_losses(
+    pool_of: Callable[[Case], ProcessPool], first: tuple[int, ...], second: tuple[int, ...]
+):
+    case = world2(*first, zero_stage=1) if len(first) == 1 else world4(*first, zero_stage=1)
+    pool, wanted = pool_of(case), [second, first, first]
+    plain = pool.run(plain_losses, case=case, num_steps=16)
+    results = pool.run(planned_run, case=case, wanted=wanted, steps=16)
     for rank, (losses, record, is_settled) in enumerate(results):
         assert losses == close_to(plain[rank])
         # Three steps of each plan are measured, without the first ones, and the next step brings the look.
         changes = [(entry["step"], entry["to"].split(" ")[0]) for entry in record["history"]]
-        assert changes == [(6, "[2,1]"), (11, "[1,1]")]
+        assert changes == [(6, label_of(second)), (11, label_of(first))]
         assert is_settled
-        assert record["plan"].startswith("[1,1]")
+        assert record["plan"].startswith(label_of(first))
         assert record["measured_step_s"] > 0
         assert record["workload"]["micro_steps"] == 1
         assert record["links"][0]["bandwidth_gbps"] > 0
@@ -488,18 +496,18 @@ def test_a_load_that_fails_on_one_rank_leaves_nobody_waiting_for_the_plan(pool2:
     assert f"rank 0 cannot start: {errors[0][0]}" in errors[1][1]
 
 
-def test_links_that_are_not_given_are_measured(pool4: ProcessPool):
-    found = pool4.run(measured_links, case=world4(1, 1))
+def test_links_that_are_not_given_are_measured(pool2: ProcessPool):
+    found = pool2.run(measured_links, case=world2(1))
     assert all(links == found[0][0] for links, _ in found)
     assert all(link["bandwidth_gbps"] > 0 and link["latency_ms"] >= 0 for link in found[0][0])
     assert all(sent_bytes > 0 for _, sent_bytes in found)
 
 
-def test_a_planned_job_goes_on_with_the_plan_of_its_checkpoint(pool4: ProcessPool, tmp_path):
-    results = pool4.run(plan_after_load, case=world4(1, 1, zero_stage=1), folder=str(tmp_path))
+def test_a_planned_job_goes_on_with_the_plan_of_its_checkpoint(pool2: ProcessPool, tmp_path):
+    results = pool2.run(plan_after_load, case=world2(1, zero_stage=1), folder=str(tmp_path))
     for saved, loaded, losses, again in results:
         assert saved == loaded
-        assert saved.domain_sizes == (2, 1)
+        assert saved.domain_sizes == (2,)
         assert again == close_to(losses)
     record = json.loads((tmp_path / "two" / "hybridep_plan.json").read_text())
     assert record["decisions"] == results[0][0].to_json()
