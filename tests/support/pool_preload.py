@@ -19,12 +19,17 @@ import hf_models  # noqa: E402
 import torch  # noqa: E402
 from deepspeed.utils import logger  # noqa: E402
 
-# Imported by deepspeed and torch when the first engine of a process is built: 2 s in each worker, if not done here.
+# Imported by deepspeed and torch when the first engine of a process is built, and by the modules of tests where a
+# worker looks for its function: 2 s in each worker, if not done here.
 for _name in (
     "torch._dynamo",
+    "deepspeed.module_inject.auto_ep_layer",
     "deepspeed.moe.layer",
     "deepspeed.runtime.zero.muon.muon_optimizer",
     "ds_hybridep.deepspeed.api",
+    "hypothesis.strategies",
+    "pytest",
+    "training",
 ):
     importlib.import_module(_name)
 
