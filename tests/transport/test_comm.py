@@ -3,6 +3,7 @@
 
 import contextlib
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -592,7 +593,17 @@ import torch, torch.distributed as dist
 from ds_hybridep.geometry.cluster import Cluster, Level
 from ds_hybridep.transport.channels import Purpose, Transport
 
-rank, port = int(sys.argv[1]), int(sys.argv[2])
+port, rank = int(sys.argv[1]), None
+ranks = []
+for one in range(2):
+    pid = os.fork()
+    if pid == 0:
+        rank = one
+        break
+    ranks.append(pid)
+if rank is None:
+    print([os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in ranks])
+    sys.exit()
 store = dist.TCPStore("127.0.0.1", port, 2, is_master=rank == 0, wait_for_workers=False)
 dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
 transport = Transport(Cluster((Level("dc", 2),)), timeout_s=100, generation=0)
@@ -616,11 +627,14 @@ else:
 def test_a_process_may_end_while_a_transfer_is_under_way(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(SCRIPT_THAT_ENDS_DURING_A_TRANSFER)
-    port = str(free_port())
-    ranks = [subprocess.Popen([sys.executable, script, str(rank), port], cwd=tmp_path) for rank in range(2)]
+    command = [sys.executable, str(script), str(free_port())]
+    environment = {**os.environ, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
+    run = subprocess.Popen(
+        command, cwd=tmp_path, env=environment, stdout=subprocess.PIPE, text=True, start_new_session=True
+    )
     try:
-        assert [rank.wait(300) for rank in ranks] == [0, 0]
+        assert run.communicate(timeout=300)[0] == "[0, 0]\n"
     finally:
-        for rank in ranks:
-            rank.kill()
-            rank.wait(300)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(run.pid, signal.SIGKILL)
+        run.wait(300)

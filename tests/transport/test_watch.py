@@ -2,11 +2,12 @@
 """What ranks conclude when one is silent, gone or has failed, and how they end."""
 
 import json
+import os
+import signal
 import socket
-import subprocess
-import sys
 import threading
 import time
+from contextlib import suppress
 from dataclasses import replace
 from math import inf
 from pathlib import Path
@@ -14,6 +15,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch.distributed as dist
+from forked_script import ForkedScript
 from hypothesis import given
 from hypothesis import strategies as st
 from process_pool import COLLECTIVE_LIMIT_S, ProcessPool
@@ -270,12 +272,14 @@ def test_a_collective_whose_end_torch_has_noted_late_is_no_wait(monkeypatch, has
 
 def run_ranks(fault: str, folder: Path) -> list[int | None]:
     """The exit statuses of four ranks; None for one that did not end."""
-    script = Path(__file__).with_name("watch_script.py")
-    run = subprocess.run(
-        [sys.executable, str(script), fault, str(folder)], capture_output=True, text=True, timeout=500
-    )
-    assert run.returncode == 0, run.stderr
-    return json.loads(run.stdout)
+    script, log = Path(__file__).with_name("watch_script.py"), folder / "script.log"
+    run = ForkedScript([str(script), fault, str(folder)], os.environ, log)
+    try:
+        assert run.wait(500) == 0, log.read_text()
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(run.pid, signal.SIGKILL)
+    return json.loads(log.read_text().splitlines()[-1])
 
 
 @pytest.mark.dist
