@@ -2,11 +2,15 @@
 """The programs that measure still run, each in its smallest form, and their reports read the records of documents."""
 
 import json
+import os
 import re
+import signal
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
+from forked_script import ForkedScript
 from scripts import output_of
 
 from ds_hybridep.lab.network import why_not_permitted
@@ -63,7 +67,7 @@ ELSEWHERE = {
     "gpu": "tests/house/test_gpu_page.py",
     "faults": "tests/house/test_faults.py",
 }
-IN_ONE_WORKER = pytest.mark.xdist_group("measuring programs")  # which runs them once
+IN_ONE_WORKER = pytest.mark.xdist_group("other processes")  # which runs them once, and has a fork server
 ON_EMULATED_HOSTS = ("e2e", "one-at-a-time", "larger", "sites", "cuts", "soak", "overlap", "replan")
 WITH_DELAY = ("one-at-a-time", "latency", "link goodput", "soak", "cuts")
 
@@ -73,9 +77,12 @@ def run_program(*words: str, folder: Path) -> str:
 
 
 IN_ONE_PROCESS = """
-import json, sys
+import json, os, sys
+repository, folder, lines = sys.argv[1:]
+sys.path.insert(0, repository)
+os.chdir(folder)
 from benchmarks.__main__ import main
-for words in json.loads(sys.argv[1]):
+for words in json.loads(lines):
     print("@@")
     sys.argv = ["benchmarks", *words]
     assert main() == 0
@@ -90,8 +97,16 @@ def said_together(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[
     runs = [[*words_of(line), "--out", file] for line, file in zip(HERE, files, strict=True)]
     reports = [[line.split()[0], "--report", file] for line, file in zip(HERE, files, strict=True)]
     kept = [[name_of(path), "--report", str(path)] for path in RESULTS]
-    program = [sys.executable, "-c", IN_ONE_PROCESS, json.dumps([[], *runs, *reports, *kept])]
-    return folder, output_of(program, folder, 800, PYTHONPATH=str(REPOSITORY)).split("@@\n")[1:]
+    script, log = folder / "programs.py", folder / "programs.log"
+    script.write_text(IN_ONE_PROCESS)
+    lines = json.dumps([[], *runs, *reports, *kept])
+    run = ForkedScript([str(script), str(REPOSITORY), str(folder), lines], os.environ, log)
+    try:
+        assert run.wait(800) == 0, log.read_text()
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(run.pid, signal.SIGKILL)
+    return folder, log.read_text().split("@@\n")[1:]
 
 
 def name_of(path: Path) -> str:
