@@ -277,8 +277,12 @@ def train_engine(case: Case, report_file: str | None, report_interval: int = 1) 
     return {"before": before, "after": after, "routed": routed}
 
 
-def engine_case(*domain_sizes: int, toy: ToyConfig = TOY, **options: Any) -> Case:
-    return Case(levels=levels_of((2, 2), domain_sizes), toy=toy, steps=3, token_exchange="direct", **options)
+def engine_case(*domain_sizes: int, toy: ToyConfig = TOY, sizes: Sequence[int] = (2, 2), **options: Any) -> Case:
+    return Case(levels=levels_of(sizes, domain_sizes), toy=toy, steps=3, token_exchange="direct", **options)
+
+
+def case_of_two_ranks(domain_size: int) -> Case:
+    return engine_case(domain_size, toy=replace(TOY, ep_size=2), sizes=(2,))
 
 
 def test_stats_and_record_of_an_engine_equal_the_closed_forms(pool4: ProcessPool, tmp_path: Path) -> None:
@@ -329,8 +333,8 @@ def test_stats_and_record_of_an_engine_equal_the_closed_forms(pool4: ProcessPool
         assert seconds == pytest.approx(sum(record["exposed_s"][kind] for record in ranks) / 4, rel=1e-3)
 
 
-def test_stats_before_the_first_step_are_zero(pool4: ProcessPool) -> None:
-    for result in pool4.run(train_engine, case=engine_case(2, 1), report_file=None, report_interval=0):
+def test_stats_before_the_first_step_are_zero(pool2: ProcessPool) -> None:
+    for result in pool2.run(train_engine, case=case_of_two_ranks(2), report_file=None, report_interval=0):
         before, after = result["before"], result["after"]
         assert before["job"] is None
         assert after["job"] is None  # no report was asked for
@@ -339,23 +343,31 @@ def test_stats_before_the_first_step_are_zero(pool4: ProcessPool) -> None:
         assert not any(level["sent_bytes"]["control"] for level in after["levels"])
 
 
-def test_reports_come_at_their_interval(pool4: ProcessPool, tmp_path: Path) -> None:
+def test_reports_come_at_their_interval(pool2: ProcessPool, tmp_path: Path) -> None:
     path = tmp_path / "run.json"
-    results = pool4.run(train_engine, case=engine_case(1, 1), report_file=str(path), report_interval=2)
+    results = pool2.run(train_engine, case=case_of_two_ranks(1), report_file=str(path), report_interval=2)
     assert results[0]["after"]["steps"] == 3
     assert results[0]["after"]["job"]["steps"] == json.loads(path.read_text())["steps"] == 2
 
 
 @pytest.mark.parametrize(
-    ("checkpointing", "num_exchanges"), [(None, 4), slow("nonreentrant", 6), ("reentrant", 6)], ids=str
+    ("world_size", "ep_size", "checkpointing", "num_exchanges"),
+    [
+        (4, 2, None, 4),
+        (2, 2, "reentrant", 6),
+        *(slow(*sizes, "nonreentrant", 6) for sizes in ((4, 4), (4, 2))),
+        *(slow(4, 4, *options) for options in ((None, 4), ("reentrant", 6))),
+    ],
+    ids=str,
 )
-@pytest.mark.parametrize("ep_size", [pytest.param(4, marks=pytest.mark.slow), 2])
 def test_bytes_of_plain_ep_are_those_of_its_padded_all_to_alls(
-    pool4: ProcessPool, ep_size: int, checkpointing: Any, num_exchanges: int
+    request: pytest.FixtureRequest, world_size: int, ep_size: int, checkpointing: Any, num_exchanges: int
 ) -> None:
     """Dispatch and combine, forward and backward; with checkpointing the forward runs twice."""
-    case = engine_case(1, 1, toy=replace(TOY, ep_size=ep_size, checkpointing=checkpointing))
-    results = pool4.run(train_engine, case=case, report_file=None)
+    sizes = (2, world_size // 2)
+    case = engine_case(1, 1, toy=replace(TOY, ep_size=ep_size, checkpointing=checkpointing), sizes=sizes)
+    pool = request.getfixturevalue(f"pool{world_size}")
+    results = pool.run(train_engine, case=case, report_file=None)
     num_local = TOY.num_experts // ep_size
     to_each_peer = 3 * 2 * num_exchanges * num_local * TOY_CAPACITY * TOY_ROW_BYTES
     total = [0, 0]
@@ -364,7 +376,7 @@ def test_bytes_of_plain_ep_are_those_of_its_padded_all_to_alls(
         expected = [0, 0]
         for peer in group:
             if peer != rank:
-                expected[level_between((2, 2), rank, peer)] += to_each_peer
+                expected[level_between(sizes, rank, peer)] += to_each_peer
         assert [level["plain_ep_bytes"] for level in result["after"]["levels"]] == expected
         total = [a + b for a, b in zip(total, expected, strict=True)]
     assert [level["plain_ep_bytes"] for level in results[0]["after"]["job"]["levels"]] == total
