@@ -115,7 +115,7 @@ def test_sites_with_unequal_batches_train_as_one_job(
     unequal: tuple[dict[str, Any], ...],
     zero: int,
 ) -> None:
-    both = {"ep_size": 1, "zero": zero, "clip": 0.5, "steps": 12}
+    both = {"ep_size": 1, "zero": zero, "clip": 0.5, "steps": 8}
     jobs = [
         ForkedJob(
             tmp_path, name, 1, site=name, block=block(meeting, tmp_path), dump=str(tmp_path / name), **both, **one

@@ -3,7 +3,8 @@
 
 import contextlib
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,12 +26,12 @@ BODY = "test::body"
 NUM_STEPS = 2
 
 
-def trace_steps(case: Case, folder: str) -> dict[str, Any]:
-    """Profiles some steps, twice, with nothing under way when it begins and when it ends."""
+def trace_steps(case: Case, folder: str, names: Sequence[str]) -> dict[str, Any]:
+    """Profiles some steps for each file, with nothing under way when it begins and when it ends."""
     folder_of_rank = Path(folder) / f"rank{dist.get_rank()}"
     with toy_engine(case) as engine:
         train_step(engine, case, 0)
-        for name in ("first.json", "second.json"):
+        for name in names:
             ds_hybridep.refresh(engine)
             with ds_hybridep.trace(engine, folder_of_rank / name):
                 with torch.profiler.record_function(BODY):
@@ -40,14 +41,16 @@ def trace_steps(case: Case, folder: str) -> dict[str, Any]:
         return {"layers": [layer["name"] for layer in ds_hybridep.stats(engine)["layers"]]}
 
 
-Traces = list[tuple[list[str], dict[str, Any]]]  # layer names and trace, of each rank for both traces
+Traces = list[tuple[list[str], dict[str, Any]]]  # layer names and trace, of each rank for each of its files
 
 
-def traces_of(pool: ProcessPool, case: Case, folder: Path) -> Traces:
-    results = pool.run(trace_steps, case=case, folder=str(folder))
+def traces_of(
+    pool: ProcessPool, case: Case, folder: Path, names: Sequence[str] = ("first.json", "second.json")
+) -> Traces:
+    results = pool.run(trace_steps, case=case, folder=str(folder), names=names)
     return [
         (result["layers"], json.loads((folder / f"rank{rank}" / name).read_text()))
-        for name in ("first.json", "second.json")
+        for name in names
         for rank, result in enumerate(results)
     ]
 
@@ -64,10 +67,14 @@ def case_of(*domain_sizes: int) -> Case:
     return Case(levels=levels_of((2, 2), domain_sizes), toy=TOY, dense_sync="deepspeed")
 
 
+def case_of_two_ranks(domain_size: int) -> Case:
+    return Case(levels=levels_of((2,), (domain_size,)), toy=replace(TOY, ep_size=2), dense_sync="deepspeed")
+
+
 @pytest.fixture(scope="module")
-def traces(pool4: ProcessPool, tmp_path_factory: pytest.TempPathFactory) -> Traces:
-    """Domains that span the DCs."""
-    return traces_of(pool4, case_of(2, 1), tmp_path_factory.mktemp("traces"))
+def traces(pool2: ProcessPool, tmp_path_factory: pytest.TempPathFactory) -> Traces:
+    """A domain of two ranks."""
+    return traces_of(pool2, case_of_two_ranks(2), tmp_path_factory.mktemp("traces"))
 
 
 def test_every_transfer_of_every_layer_is_a_row_inside_the_window(traces: Traces) -> None:
@@ -78,8 +85,8 @@ def test_every_transfer_of_every_layer_is_a_row_inside_the_window(traces: Traces
             assert found.count(("expert_weights", layer)) == NUM_STEPS + 1  # and the refresh at the end
             assert found.count(("expert_gradients", layer)) == NUM_STEPS
         assert len(found) == 2 * (2 * NUM_STEPS + 1)
-        # Two experts to the neighbour, two from there.
-        assert {event["args"]["bytes"] for event in transfers} == {4 * EXPERT_BYTES}
+        # Four experts to the neighbour, four from there.
+        assert {event["args"]["bytes"] for event in transfers} == {8 * EXPERT_BYTES}
         (body,) = named(trace, BODY)
         for event in transfers:
             assert event["dur"] >= 0
@@ -122,14 +129,14 @@ def test_rows_are_named_by_kind_and_level(pool4: ProcessPool, tmp_path: Path) ->
         assert rows == {name: {(4 if name.endswith("dc") else 8) * EXPERT_BYTES} for name in rows}
 
 
-def test_ranges_of_the_way_of_a_token_are_named_by_layer(traces: Traces) -> None:
+def test_ranges_of_the_way_of_a_token_are_named_by_layer(pool2: ProcessPool, tmp_path: Path) -> None:
     there_and_back = (
         "dispatch of rows",
         "combine of rows",
         "dispatch of output gradients",
         "return of input gradients",
     )
-    for layers, trace in traces:
+    for layers, trace in traces_of(pool2, case_of_two_ranks(1), tmp_path, ["first.json"]):
         for layer in layers:
             for name in ("experts", *there_and_back):
                 assert len(named(trace, f"hybridep::{name}::{layer}")) == NUM_STEPS
