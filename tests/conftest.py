@@ -41,12 +41,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Under pytest-xdist tests of one kind run one by one in the same worker, which starts their processes once."""
     for item in items:
         fixtures = set(getattr(item, "fixturenames", ()))
-        if {"pool4", "pool8", "own_pool4"} & fixtures:
+        if {"pool2", "pool4", "pool8", "own_pool4", "pool_of"} & fixtures:
             # Two workers share them: one alone would take longer than all other tests together.
             folder = "integration" if item.path.parent.name == "integration" else "other"
-            item.add_marker(pytest.mark.xdist_group(f"four processes, {folder} tests"))
-        elif item.get_closest_marker("dist") or item.path.parent.name == "lab" or "pool2" in fixtures:
-            # Together they take as long as those of four; one fork server, which imports for ten seconds, serves both.
+            item.add_marker(pytest.mark.xdist_group(f"pools, {folder} tests"))
+        elif item.get_closest_marker("dist") or item.path.parent.name == "lab":
             item.add_marker(pytest.mark.xdist_group("other processes"))
         elif "emulated" in item.nodeid:  # the first of them compiles for half a minute
             item.add_marker(pytest.mark.xdist_group("emulated kernels"))
