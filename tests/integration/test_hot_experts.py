@@ -289,12 +289,12 @@ def test_what_codecs_leave_out_counts_as_memory(pool4: ProcessPool) -> None:
         assert any(layer["hot_experts"] for layer in layers) == (most > 0)
 
 
-def test_auto_copies_nothing_that_costs_more_than_it_saves(pool2: ProcessPool) -> None:
+def test_auto_copies_nothing_that_costs_more_than_it_saves(pool4: ProcessPool) -> None:
     slow_link = {"hot_experts": "auto", "bandwidth_gbps": 1e-6}
-    for layers in pool2.run(layers_after, case=hot2(), settings=slow_link, steps=3):
+    for layers in pool4.run(layers_after, case=hot4(1, 1), settings=slow_link, steps=3):
         assert [layer["hot_experts"] for layer in layers] == [[]] * 2
     fast_link = {"hot_experts": "auto", "bandwidth_gbps": 1e6}
-    for layers in pool2.run(layers_after, case=hot2(), settings=fast_link, steps=3):
+    for layers in pool4.run(layers_after, case=hot4(1, 1), settings=fast_link, steps=3):
         assert all(layer["hot_experts"] for layer in layers)
 
 
