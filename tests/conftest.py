@@ -4,7 +4,7 @@
 import importlib.util
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import hypothesis
@@ -29,7 +29,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Own folder: a killed build leaves a lock in the folder that all checkouts share, and later builds wait for ever.
 os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(REPO_DIR / ".cache" / "torch_extensions"))
 
-from process_pool import ProcessPool  # noqa: E402 (needs the path and the environment above)
+from process_pool import Pools, ProcessPool  # noqa: E402 (needs the path and the environment above)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -93,6 +93,6 @@ def pool8() -> Iterator[ProcessPool]:
 
 
 @pytest.fixture
-def pool_of(request: pytest.FixtureRequest) -> Callable[..., ProcessPool]:
-    """The pool with as many ranks as a case has."""
-    return lambda case: request.getfixturevalue(f"pool{case.world_size}")
+def pool_of(request: pytest.FixtureRequest) -> Pools:
+    """The pool with so many ranks, for tests whose rows differ in that."""
+    return lambda num_ranks: request.getfixturevalue(f"pool{num_ranks}")

@@ -239,7 +239,7 @@ class Routing:
         wanted = self.num_experts // math.prod(self._counts[:num_levels])
         return chance_needed(wanted, self.num_experts, self.top_k)
 
-    @lru_cache(maxsize=4096)  # noqa: B019 (`_kept` keeps routings anyway)
+    @lru_cache(maxsize=1024)  # noqa: B019 (`_kept` keeps as many routings)
     def chances(self, num_levels: int) -> tuple[list[float], list[float]]:
         """[G] chance that a token needs an expert of the domains with a rank's coordinates at the first levels.
 

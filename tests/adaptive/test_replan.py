@@ -3,7 +3,6 @@
 
 import json
 import math
-from collections.abc import Callable
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
@@ -14,7 +13,7 @@ import torch
 from deepspeed import comm as dist
 from marks import slow
 from parity import Case, levels_of, merged
-from process_pool import ProcessPool
+from process_pool import Pools, ProcessPool
 from toy_model import ToyConfig
 from training import (
     Engine,
@@ -459,10 +458,10 @@ def test_what_has_no_place_in_the_next_plan_is_added_to_the_next_gradients(pool2
 
 @pytest.mark.parametrize(("first", "second"), [((1,), (2,)), slow((1, 1), (2, 1))])
 def test_a_planned_job_changes_its_plan_and_keeps_its_losses(
-    pool_of: Callable[[Case], ProcessPool], first: tuple[int, ...], second: tuple[int, ...]
+    pool_of: Pools, first: tuple[int, ...], second: tuple[int, ...]
 ):
     case = world2(*first, zero_stage=1) if len(first) == 1 else world4(*first, zero_stage=1)
-    pool, wanted = pool_of(case), [second, first, first]
+    pool, wanted = pool_of(case.world_size), [second, first, first]
     plain = pool.run(plain_losses, case=case, num_steps=16)
     results = pool.run(planned_run, case=case, wanted=wanted, steps=16)
     for rank, (losses, record, is_settled) in enumerate(results):

@@ -2,7 +2,7 @@
 """Training over lossy codecs: replicas equal mirrors bit for bit, nothing is lost, skipped steps leave no trace."""
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from deepspeed import comm as dist
 from estimate import needs_of_model
 from marks import slow
 from parity import Case, levels_of, merged, model_of
-from process_pool import ProcessPool
+from process_pool import Pools, ProcessPool
 from torch import nn
 from toy_model import ToyConfig
 from training import (
@@ -311,9 +311,6 @@ def wrong_codec(case: Case, codecs: Codecs) -> tuple[str, str]:
     return error_of(enter)
 
 
-Pools = Callable[[Case], ProcessPool]
-
-
 # -- the tests --------------------------------------------------------------------------------------------------
 
 
@@ -371,7 +368,7 @@ def test_one_expert_per_rank(pool_of: Pools, codec: Any, sizes: tuple[int, ...])
     num_ranks = 2 ** len(sizes)
     case = world(*sizes, toy=ToyConfig(ep_size=num_ranks, num_experts=num_ranks, ffn=35, hidden=17))
     codecs: Codecs = [(codec, codec)] * len(sizes)
-    assert len(pool_of(case).run(train_lossy, case=case, codecs=codecs, num_steps=3)) == num_ranks
+    assert len(pool_of(case.world_size).run(train_lossy, case=case, codecs=codecs, num_steps=3)) == num_ranks
 
 
 @pytest.mark.slow
@@ -426,7 +423,7 @@ def test_what_a_codec_left_out_goes_out_later(
 )
 def test_a_skipped_step_leaves_no_trace(pool_of: Pools, codec: Any, sizes: tuple[int, ...]) -> None:
     case, codecs = world(*sizes), [("int8", codec), ("identity", "int8")][: len(sizes)]
-    for found in pool_of(case).run(skip_steps, case=case, codecs=codecs):
+    for found in pool_of(case.world_size).run(skip_steps, case=case, codecs=codecs):
         assert set(found.values()) == {True}, found
 
 
@@ -504,7 +501,7 @@ def test_residuals_of_layers_that_share_experts_are_handed_over_once(
 )
 def test_layers_that_share_experts(pool_of: Pools, zero_stage: int, all_sizes: list[tuple[int, ...]]) -> None:
     cases = [world(*sizes, zero_stage=zero_stage, accumulation=2) for sizes in all_sizes]
-    for plain, *others in pool_of(cases[0]).run(losses_with_shared_experts, cases=cases):
+    for plain, *others in pool_of(cases[0].world_size).run(losses_with_shared_experts, cases=cases):
         assert others == [close_to(plain)] * len(cases)
 
 

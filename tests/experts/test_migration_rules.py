@@ -28,7 +28,7 @@ from parity import (
     start_of,
     use_expert_groups_of,
 )
-from process_pool import ProcessPool, RemoteError
+from process_pool import Pools, ProcessPool, RemoteError
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -228,9 +228,6 @@ def losses_of(rule: Rule) -> tuple[float, ...]:
     return _plain_run(replace(rule, case=rule.case.without_block())).losses
 
 
-Pools = Callable[[Case], ProcessPool]
-
-
 def assert_rules(pool: ProcessPool, rules: Sequence[Rule]) -> list[list[list[tuple[str, Bytes]]]]:
     """Every rule on `pool`, whatever became of the ones before.  Returns the bytes by rule and rank."""
     sent, failures = [], []
@@ -389,7 +386,7 @@ def test_zero_grad_of_the_engine_in_the_middle_of_an_accumulation(
     pool_of: Pools, zero_stage: int, sizes: tuple[int, ...]
 ) -> None:
     case = world(*sizes, zero_stage=zero_stage, accumulation=3, steps=2)
-    assert_rules(pool_of(case), [Rule(case=case, script=zero_grad_after_first_micro_step)])
+    assert_rules(pool_of(case.world_size), [Rule(case=case, script=zero_grad_after_first_micro_step)])
 
 
 def optimizer_zero_grad_after_first_micro_step(trainer: Trainer) -> None:
@@ -453,7 +450,7 @@ def test_an_overflow_on_one_rank_skips_the_step_everywhere(
     pool_of: Pools, zero_stage: int, domain_sizes: tuple[int, ...]
 ) -> None:
     case = world(*domain_sizes, zero_stage=zero_stage, dtype="bf16", toy=ToyConfig(routing="by_token"))
-    results = pool_of(case).run(run_with_skipped_step, rule=Rule(case=case, script=accumulate))
+    results = pool_of(case.world_size).run(run_with_skipped_step, rule=Rule(case=case, script=accumulate))
     once = [number // 2 for number in expert_bytes(case)]  # bf16
     for rank, (is_close, records) in enumerate(results):
         assert [record["applied"] for record in records] == [True, False, True], rank
@@ -476,7 +473,7 @@ def skip_layer_before_boundary(trainer: Trainer) -> None:
 )
 def test_a_layer_unused_before_the_boundary(pool_of: Pools, zero_stage: int, sizes: tuple[int, ...]) -> None:
     case = world(*sizes, zero_stage=zero_stage, accumulation=3, steps=2, toy=ToyConfig(num_layers=3))
-    assert_rules(pool_of(case), [Rule(case=case, script=skip_layer_before_boundary)])
+    assert_rules(pool_of(case.world_size), [Rule(case=case, script=skip_layer_before_boundary)])
 
 
 def skip_layer_for_a_whole_step(trainer: Trainer) -> None:
@@ -487,7 +484,7 @@ def skip_layer_for_a_whole_step(trainer: Trainer) -> None:
 @pytest.mark.parametrize("sizes", [slow((2, 1)), (2,), slow((2, 2))], ids=str)
 def test_a_layer_unused_for_a_whole_step(pool_of: Pools, sizes: tuple[int, ...]) -> None:
     case = world(*sizes, zero_stage=0, toy=ToyConfig(num_layers=3))
-    assert_rules(pool_of(case), [Rule(case=case, script=skip_layer_for_a_whole_step)])
+    assert_rules(pool_of(case.world_size), [Rule(case=case, script=skip_layer_for_a_whole_step)])
 
 
 def run_with_layer_missing_at_boundary(rule: Rule) -> tuple[str, bool, int]:
@@ -509,7 +506,7 @@ def run_with_layer_missing_at_boundary(rule: Rule) -> tuple[str, bool, int]:
 )
 def test_a_layer_unused_at_the_boundary_is_an_error(pool_of: Pools, zero_stage: int, sizes: tuple[int, ...]) -> None:
     case = world(*sizes, zero_stage=zero_stage, accumulation=2, toy=ToyConfig(num_layers=3))
-    results = pool_of(case).run(run_with_layer_missing_at_boundary, rule=Rule(case=case, script=accumulate))
+    results = pool_of(case.world_size).run(run_with_layer_missing_at_boundary, rule=Rule(case=case, script=accumulate))
     for rank, (message, is_unchanged, num_steps) in enumerate(results):
         assert f"rank {rank}: replica gradients of ['toy.blocks.1.moe.deepspeed_moe']" in message
         assert "engine.zero_grad()" in message
@@ -568,7 +565,7 @@ def abandoned_forward(trainer: Trainer) -> None:
 @pytest.mark.parametrize(("sizes", "prefetch_depth"), [slow((2, 1), None), slow((2, 2), 1), ((2,), 1)], ids=str)
 def test_two_forwards_then_two_backwards(pool_of: Pools, sizes: tuple[int, ...], prefetch_depth: int | None) -> None:
     case = world(*sizes, accumulation=2, prefetch_depth=prefetch_depth)
-    assert_rules(pool_of(case), [Rule(case=case, script=two_forwards_two_backwards)])
+    assert_rules(pool_of(case.world_size), [Rule(case=case, script=two_forwards_two_backwards)])
 
 
 @pytest.mark.slow  # test_running.py has two forwards, with accumulation
@@ -579,7 +576,7 @@ def test_two_forwards_then_one_backward(pool4: ProcessPool) -> None:
 @pytest.mark.parametrize(("zero_stage", "sizes"), [slow(0, (2, 1)), slow(2, (2, 1)), (2, (2,))], ids=str)
 def test_a_forward_without_backward(pool_of: Pools, zero_stage: int, sizes: tuple[int, ...]) -> None:
     case = world(*sizes, zero_stage=zero_stage)
-    assert_rules(pool_of(case), [Rule(case=case, script=abandoned_forward)])
+    assert_rules(pool_of(case.world_size), [Rule(case=case, script=abandoned_forward)])
 
 
 def backward_twice(trainer: Trainer) -> None:
@@ -699,7 +696,7 @@ def test_frozen_experts_travel_once(pool_of: Pools, zero_stage: int, sizes: tupl
     frozen = ("blocks.0.moe.deepspeed_moe.experts",)
     case = world(*sizes, zero_stage=zero_stage, accumulation=2)
     rules = [Rule(case=case, script=accumulate, frozen=frozen)]
-    for rule, by_rank in zip(rules, assert_rules(pool_of(case), rules), strict=True):
+    for rule, by_rank in zip(rules, assert_rules(pool_of(case.world_size), rules), strict=True):
         both, one_layer = expert_bytes(rule.case), expert_bytes(rule.case, num_layers=1)
         shipped = tuple(first + 2 * later for first, later in zip(both, one_layer, strict=True))
         for one in by_rank:
@@ -709,7 +706,7 @@ def test_frozen_experts_travel_once(pool_of: Pools, zero_stage: int, sizes: tupl
 @pytest.mark.parametrize(("zero_stage", "sizes"), [(0, (2,)), slow(0, (2, 2)), slow(2, (2, 1))], ids=str)
 def test_experts_of_which_only_some_parameters_train(pool_of: Pools, zero_stage: int, sizes: tuple[int, ...]) -> None:
     case = world(*sizes, zero_stage=zero_stage)
-    assert_rules(pool_of(case), [Rule(case=case, script=accumulate, frozen=("up.weight", "down.bias"))])
+    assert_rules(pool_of(case.world_size), [Rule(case=case, script=accumulate, frozen=("up.weight", "down.bias"))])
 
 
 def freeze_for_a_while(trainer: Trainer, ranks: Sequence[int]) -> None:

@@ -12,7 +12,7 @@ import pytest
 import torch
 from exporting import Job, engine_of, exported, run, run_classic, save_in_all_ways, tokens_of, train
 from marks import slow
-from process_pool import ProcessPool
+from process_pool import Pools, ProcessPool
 from torch import Tensor
 from toy_model import build_model
 from training import world2
@@ -117,10 +117,10 @@ def test_each_family(pool2: ProcessPool, tmp_path: Path, family: str, dtype: Any
 @pytest.mark.parametrize(("with_block", "ep_size"), [(False, 1), (False, 2), (True, 2)])
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_any_number_of_ranks(
-    request: pytest.FixtureRequest, tmp_path: Path, zero_stage: int, with_block: bool, ep_size: int, world_size: int
+    pool_of: Pools, tmp_path: Path, zero_stage: int, with_block: bool, ep_size: int, world_size: int
 ) -> None:
     shape = {"world_size": world_size, "ep_size": ep_size, "zero_stage": zero_stage, "with_block": with_block}
-    check(request.getfixturevalue(f"pool{world_size}"), Job(folder=str(tmp_path), live=True, **shape))
+    check(pool_of(world_size), Job(folder=str(tmp_path), live=True, **shape))
 
 
 # -- adapters -------------------------------------------------------------------------------------------------------

@@ -182,6 +182,9 @@ class ProcessPool:
             self._port = None
 
 
+Pools = Callable[[int], ProcessPool]  # by their number of ranks
+
+
 def fork_server() -> Any:
     """Return the context whose processes have torch and deepspeed imported when they start."""
     context = multiprocessing.get_context("forkserver")

@@ -11,6 +11,7 @@ import pytest
 import torch
 from deepspeed import comm as dist
 from deepspeed.moe.utils import is_moe_param
+from encoded import world2
 from marks import slow
 from parity import BF16_LOSS_TOLERANCE, Case, assert_parity, levels_of, use_expert_groups_of
 from process_pool import ProcessPool
@@ -27,11 +28,6 @@ STEPS = 3
 
 def world4(*domain_sizes: int, dense_sync: str | None = "hierarchical", **options: Any) -> Case:
     return Case(levels=levels_of((2, 2), domain_sizes), dense_sync=dense_sync, **options)
-
-
-def world2(domain_size: int, **options: Any) -> Case:
-    toy = ToyConfig(ep_size=2, num_experts=4)
-    return Case(levels=levels_of((2,), (domain_size,)), toy=toy, dense_sync="hierarchical", **options)
 
 
 def world8(*domain_sizes: int, ep_size: int = 8, **options: Any) -> Case:

@@ -9,7 +9,7 @@ import torch
 from codec_cases import make_codec
 from marks import slow
 from moe_refs import open_transport
-from process_pool import ProcessPool
+from process_pool import Pools, ProcessPool
 from torch import distributed as dist
 
 from ds_hybridep.codecs import PatchCodec
@@ -209,13 +209,11 @@ def sum_small_numbers(sizes: tuple[int, ...], codec: Any, owners: bool, num_sums
     ],
     ids=str,
 )
-def test_small_gradients_of_16_bits_arrive(
-    request: pytest.FixtureRequest, sizes: tuple[int, ...], codec: Any, owners: bool
-) -> None:
+def test_small_gradients_of_16_bits_arrive(pool_of: Pools, sizes: tuple[int, ...], codec: Any, owners: bool) -> None:
     """Rounding to nearest would lose those below a 256th of a residual for good."""
-    pool = request.getfixturevalue(f"pool{math.prod(sizes)}")
-    for largest, mean, of_small in pool.run(sum_small_numbers, sizes=sizes, codec=codec, owners=owners, num_sums=200):
-        assert largest < 0.02 * math.sqrt(5000 / 200)  # the noise of rounding falls with the root of their number
+    pool = pool_of(math.prod(sizes))
+    for largest, mean, of_small in pool.run(sum_small_numbers, sizes=sizes, codec=codec, owners=owners, num_sums=300):
+        assert largest < 0.02 * math.sqrt(5000 / 300)  # the noise of rounding falls with the root of their number
         assert abs(mean) < 0.002
         assert abs(of_small) < 0.004
 

@@ -12,7 +12,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from moe_refs import open_transport
-from process_pool import ProcessPool
+from process_pool import Pools, ProcessPool
 from torch import Tensor
 from torch import distributed as dist
 
@@ -172,10 +172,8 @@ def sum_twice(sizes: tuple[int, ...], num_elements: int) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("sizes", [(2, 2), pytest.param((2, 2, 2), marks=pytest.mark.slow)])
-def test_sums_repeat_bit_for_bit_and_send_what_the_closed_form_says(
-    request: pytest.FixtureRequest, sizes: tuple[int, ...]
-) -> None:
-    pool, num_elements = request.getfixturevalue(f"pool{math.prod(sizes)}"), 8 * 125
+def test_sums_repeat_bit_for_bit_and_send_what_the_closed_form_says(pool_of: Pools, sizes: tuple[int, ...]) -> None:
+    pool, num_elements = pool_of(math.prod(sizes)), 8 * 125
     expected = {level: 2 * 2 * num * 4 for level, num in enumerate(elements_sent(sizes, num_elements))}  # calls, ways
     assert pool.run(sum_twice, sizes=sizes, num_elements=num_elements) == [
         {"repeats": True, "bytes": expected}
@@ -208,10 +206,10 @@ def trade(sizes: tuple[int, ...], slices: tuple[tuple[int, int], ...]) -> dict[i
     ids=str,
 )
 def test_a_sum_crosses_the_slow_level_once_per_child(
-    request: pytest.FixtureRequest, sizes: tuple[int, ...], slices: tuple[tuple[int, int], ...]
+    pool_of: Pools, sizes: tuple[int, ...], slices: tuple[tuple[int, int], ...]
 ) -> None:
     """Each element has one owner: every other child of the slow level sends it one sum, whatever the ranks inside."""
-    sent = request.getfixturevalue(f"pool{math.prod(sizes)}").run(trade, sizes=sizes, slices=slices)
+    sent = pool_of(math.prod(sizes)).run(trade, sizes=sizes, slices=slices)
     places = list(itertools.product(*(range(size) for size in sizes)))
     for level in range(len(sizes)):
         children = math.prod(sizes[:level])

@@ -27,7 +27,7 @@ from moe_refs import (
     travel,
 )
 from parity import Case, levels_of
-from process_pool import ProcessPool
+from process_pool import Pools, ProcessPool
 from torch import distributed as dist
 from toy_model import ToyConfig
 
@@ -361,13 +361,12 @@ def test_reports_come_at_their_interval(pool2: ProcessPool, tmp_path: Path) -> N
     ids=str,
 )
 def test_bytes_of_plain_ep_are_those_of_its_padded_all_to_alls(
-    request: pytest.FixtureRequest, world_size: int, ep_size: int, checkpointing: Any, num_exchanges: int
+    pool_of: Pools, world_size: int, ep_size: int, checkpointing: Any, num_exchanges: int
 ) -> None:
     """Dispatch and combine, forward and backward; with checkpointing the forward runs twice."""
     sizes = (2, world_size // 2)
     case = engine_case(1, 1, toy=replace(TOY, ep_size=ep_size, checkpointing=checkpointing), sizes=sizes)
-    pool = request.getfixturevalue(f"pool{world_size}")
-    results = pool.run(train_engine, case=case, report_file=None)
+    results = pool_of(world_size).run(train_engine, case=case, report_file=None)
     num_local = TOY.num_experts // ep_size
     to_each_peer = 3 * 2 * num_exchanges * num_local * TOY_CAPACITY * TOY_ROW_BYTES
     total = [0, 0]
