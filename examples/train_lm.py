@@ -99,12 +99,13 @@ class Attention(nn.Module):
         super().__init__()
         self.qkv = nn.Linear(hidden, 3 * hidden)
         self.out = nn.Linear(hidden, hidden)
+        self.attend = F.scaled_dot_product_attention
 
     def forward(self, x: Tensor) -> Tensor:
         rows, seq_len, hidden = x.shape
         heads = self.qkv(x).view(rows, seq_len, 3, hidden // HEAD_SIZE, HEAD_SIZE).transpose(1, 3)
         query, key, value = heads.unbind(dim=2)  # each [rows, heads, seq_len, HEAD_SIZE]
-        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        mixed = self.attend(query, key, value, is_causal=True)
         return self.out(mixed.transpose(1, 2).reshape(rows, seq_len, hidden))
 
 
