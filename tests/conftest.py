@@ -50,6 +50,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         elif "emulated" in item.nodeid:  # the first of them compiles for half a minute
             item.add_marker(pytest.mark.xdist_group("emulated kernels"))
             item.add_marker(pytest.mark.timeout(1500))
+        elif item.path.parent.name in ("plan", "commands", "simulate"):
+            item.add_marker(pytest.mark.xdist_group(item.path.stem))  # tests of one file ask the same large questions
 
 
 @pytest.fixture(scope="session")

@@ -101,11 +101,9 @@ def assert_exact(patch, old, new):
 @pytest.mark.parametrize(
     "change",
     [
-        "reversed",
         "shuffled",
-        *(pytest.param(one, marks=pytest.mark.slow) for one in ("negated", "next")),
         "previous",
-        "none",
+        *(pytest.param(one, marks=pytest.mark.slow) for one in ("reversed", "negated", "next", "none")),
     ],
 )
 def test_every_number_can_be_old_and_new(patch, dtype, change):
@@ -293,7 +291,7 @@ def mutated(packet, others, draw):
     return torch.tensor(list(data), dtype=torch.uint8)
 
 
-NUM_MUTATIONS = {"reference": 60, "compiled": 1500, "emulated": 40, "cuda": 500}
+NUM_MUTATIONS = {"reference": 60, "compiled": 500, "emulated": 40, "cuda": 500}
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

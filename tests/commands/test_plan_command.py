@@ -438,7 +438,6 @@ def test_more_tokens_in_a_step_that_turn_the_answer_are_named_and_it_is_true():
         [*QWEN, "--lora", "all", "--wan", "1gbps"],
         [*("plan", "--model", "Mixtral-8x7B", "--dcs", "2x8", "--wan", "25gbps", "--skew", "2"), "--memory", "900"],
         [*("plan", "--model", "DeepSeek-V3", "--dcs", "2x8", "--wan", "25gbps")],
-        [*EXACT, "--sweep", "wan"],
     ],
 )
 def test_no_line_is_wider_than_a_terminal(arguments):

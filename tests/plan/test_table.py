@@ -149,6 +149,7 @@ def test_the_sweep_finds_where_each_layout_begins_to_win():
     assert len({(point.layout, point.why_not) for point in points}) > 1
     assert points[-1].step_s <= points[0].step_s * (1 + TIE)
     lines = describe_sweep(question, points).splitlines()
+    assert max(map(len, lines)) <= 120  # of a terminal
     assert lines[1].split()[:2] == ["1.00", "Mbit/s"]
     assert lines[len(points)].split()[:2] == ["1,000", "Gbit/s"]
     (asked,) = [line for line in lines[1 : len(points) + 1] if line.startswith("->")]

@@ -83,7 +83,7 @@ def test_row_counts_travel_with_the_rows_as_they_do_in_the_runtime():
 # ---- reduced and in full ----
 
 
-@properties
+@settings(max_examples=20)
 @given(ordered_cases(), st.data())
 def test_one_rank_of_each_class_stands_for_all_of_them(case, data):
     cluster, plan, workload, rates = case

@@ -20,6 +20,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import pytest
+from marks import slow
 
 from ds_hybridep.sites import meeting as meeting_module
 from ds_hybridep.sites.meeting import KnownSite, Meeting, Orders, Record
@@ -443,7 +444,7 @@ def test_all_longer_orders_of_events_of_two_sites(record_property: Any) -> None:
     record_property("states", explore("ab", DEPTH))
 
 
-@pytest.mark.parametrize("names", ["ab", "abc", "abcd"])
+@pytest.mark.parametrize("names", ["ab", "abc", slow("abcd")])
 def test_random_orders_of_events(names: str) -> None:
     for seed in range(300):
         walk(names, seed)

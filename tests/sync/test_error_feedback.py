@@ -308,10 +308,10 @@ def test_a_gradient_a_ten_thousandth_of_its_neighbours_arrives(codec: Any, dtype
     check_sums(codec, dtype, is_noisy=is_noisy, num_steps=5000)
 
 
-@pytest.mark.parametrize("codec", GRADIENT_CODECS.values(), ids=GRADIENT_CODECS)
-def test_small_gradients_arrive(codec: Any) -> None:
+@pytest.mark.parametrize("name", ["int2", "recommended, experts", "recommended, dense"])
+def test_small_gradients_arrive(name: str) -> None:
     """Fewer steps, so more noise is left: it falls with the root of their number."""
-    check_sums(codec, torch.bfloat16, is_noisy=False, num_steps=500, most=0.02 * math.sqrt(10))
+    check_sums(GRADIENT_CODECS[name], torch.bfloat16, is_noisy=False, num_steps=500, most=0.02 * math.sqrt(10))
 
 
 def check_sums(codec: Any, dtype: torch.dtype, *, is_noisy: bool, num_steps: int, most: float = 0.02) -> None:

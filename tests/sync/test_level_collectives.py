@@ -132,18 +132,18 @@ def check(pool: ProcessPool, asked: Sequence[Question]) -> None:
             assert one["others untouched"], question
 
 
-FEW = settings(max_examples=6, suppress_health_check=[HealthCheck.function_scoped_fixture])
+FEW = settings(max_examples=3, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 @FEW
-@given(st.lists(questions(4), min_size=5, max_size=10))
+@given(st.lists(questions(4), min_size=10, max_size=20))
 def test_four_ranks_sum_and_gather_like_a_single_process(pool4: ProcessPool, asked: list[Question]) -> None:
     check(pool4, asked)
 
 
 @pytest.mark.slow
 @FEW
-@given(st.lists(questions(8), min_size=5, max_size=10))
+@given(st.lists(questions(8), min_size=10, max_size=20))
 def test_eight_ranks_sum_and_gather_like_a_single_process(pool8: ProcessPool, asked: list[Question]) -> None:
     check(pool8, asked)
 
