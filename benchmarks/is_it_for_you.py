@@ -35,7 +35,8 @@ PAGE = """\
 
 What `ds_hybridep plan` predicts for GPUs of 80 GB, with 3200 Gbit/s between those of a datacentre: 8192 tokens per GPU
 and micro-step, 4 micro-steps, checkpointed activations, sequences of 4096, bf16, a learning rate of 1e-5, 396 TFLOPS
-per GPU. **Nothing here was measured on GPUs.** For your model, rate and tokens [ask `plan`](planning.md).
+per GPU. **Nothing here was measured on GPUs.** For your model, rate and tokens [ask `plan`](planning.md). README has
+the first model with 3600 Gbit/s: there one datacentre alone takes 5.7 s.
 
 ## Two datacentres
 

@@ -78,7 +78,7 @@ FOR_CPUS = {
     "learning_rate=1e-5": "learning_rate=1e-3", "max_steps=100": "max_steps=10, logging_steps=5",
     "eval_steps=50": "eval_steps=5", "save_steps=50": "save_steps=5", "length=512": "length=64",
     "gradient_accumulation_steps=16": "gradient_accumulation_steps=1",
-    "Qwen/Qwen3-30B-A3B": "tiny",
+    "FOLDER": "tiny",
 }  # fmt: skip
 JOIN = """
 import os
