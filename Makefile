@@ -103,6 +103,7 @@ pictures: $(INSTALLED)
 	@$(BIN)/python -m benchmarks one-at-a-time --report benchmarks/results/one-at-a-time.jsonl --plots docs/images > /dev/null
 	@$(BIN)/python -m benchmarks losses --report benchmarks/results/losses-integers.jsonl --plot docs/images/losses.svg
 	@$(BIN)/python -m benchmarks equal-bytes --report benchmarks/results/equal-bytes.jsonl benchmarks/results/equal-bytes-integers.jsonl --plot docs/images/equal-bytes.svg
+	@$(BIN)/python -m benchmarks gap --report benchmarks/results/gap.jsonl --plots docs/images > /dev/null
 	@$(BIN)/python -m benchmarks scale --report benchmarks/results/scale.jsonl --plots docs/images > /dev/null
 	@$(BIN)/python .ci/pictures.py
 	@$(BIN)/python .ci/drawings.py

@@ -250,15 +250,25 @@ def reached_at(curve: Sequence[tuple[int, float]], loss: float) -> float:
 
 
 def plot(lines: dict[str, dict[str, list[Gap]]], path: Path) -> None:
-    figure, axes = new_figure(1, len(lines), figsize=(5 * len(lines), 3.2), squeeze=False)
-    for ax, (name, variants) in zip(axes[0], lines.items(), strict=True):
-        ax.axhline(0, color="0.7", linewidth=0.8)
+    """For each model the losses of all runs, and the gaps with their 95% intervals."""
+    figure, axes = new_figure(len(lines), 2, figsize=(10, 3.4 * len(lines)), squeeze=False)
+    for (of_losses, of_gaps), (name, variants) in zip(axes, lines.items(), strict=True):
+        of_gaps.axhline(0, color="gray", linewidth=0.8)
         for colour, (variant, gaps) in zip(OKABE_ITO, variants.items(), strict=False):
             steps = [gap.step for gap in gaps]
+            of_losses.plot(steps, [gap.exact for gap in gaps], "--", color="gray", label="exact")
+            of_losses.plot(
+                steps, [gap.encoded for gap in gaps], "o-", markersize=3, color=colour, label=f"encoded: {variant}"
+            )
             low, high = ([100 * (gap.relative + sign * gap.margin / gap.exact) for gap in gaps] for sign in (-1, 1))
-            ax.fill_between(steps, low, high, alpha=0.25, linewidth=0, color=colour)
-            middle = [100 * gap.relative for gap in gaps]
-            ax.plot(steps, middle, marker="o", markersize=3, color=colour, label=variant)
-        ax.set(title=name, xlabel="step", ylabel="encoded over exact, held-out loss [%]")
-        ax.legend()
-    save_figure(figure, path)
+            of_gaps.fill_between(steps, low, high, alpha=0.25, linewidth=0, color=colour)
+            of_gaps.plot(steps, [100 * gap.relative for gap in gaps], "o-", markersize=3, color=colour)
+        of_losses.set(title=name, xlabel="step", ylabel="held-out loss, nats per byte")
+        of_gaps.set(title="the gap", xlabel="step", ylabel="encoded over exact, %")
+        of_losses.legend(frameon=False)
+    save_figure(
+        figure,
+        path,
+        "From scratch, AdamW with warm-up and decay over all steps; both runs of a seed see the same batches. "
+        "Band: 95% over\nheld-out batches with one seed, over seeds with several.",
+    )
