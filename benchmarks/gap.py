@@ -254,9 +254,12 @@ def plot(lines: dict[str, dict[str, list[Gap]]], path: Path) -> None:
     figure, axes = new_figure(len(lines), 2, figsize=(10, 3.4 * len(lines)), squeeze=False)
     for (of_losses, of_gaps), (name, variants) in zip(axes, lines.items(), strict=True):
         of_gaps.axhline(0, color="gray", linewidth=0.8)
+        longest = max(variants.values(), key=len, default=[])
+        of_losses.plot(
+            [gap.step for gap in longest], [gap.exact for gap in longest], "--", color="gray", label="exact"
+        )
         for colour, (variant, gaps) in zip(OKABE_ITO, variants.items(), strict=False):
             steps = [gap.step for gap in gaps]
-            of_losses.plot(steps, [gap.exact for gap in gaps], "--", color="gray", label="exact")
             of_losses.plot(
                 steps, [gap.encoded for gap in gaps], "o-", markersize=3, color=colour, label=f"encoded: {variant}"
             )

@@ -229,7 +229,7 @@ def _notes(answer: Answer) -> list[str]:
     if chosen.training == "lossy":
         lines.append(
             "Lossy: gradients that cross the slow link are approximated, and what is lost is sent later. Held-out "
-            "loss of small models rose by 0.04% in fine-tuning, and by up to 3.3% from scratch "
+            "loss of small models rose by 0.04% in fine-tuning, and by up to 3.8% from scratch "
             "(docs/benchmarks.md#loss); large models are untested."
         )
     if chosen.wait_s > chosen.step_s / 2:
