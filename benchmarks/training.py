@@ -215,8 +215,8 @@ def byte_model(**sizes: Any) -> nn.Module:
 class LinearInFp32(nn.Linear):
     """Multiplies in fp32, and rounds what comes out to the dtype of what went in.
 
-    So do matrix units.  torch on a processor without instructions for bf16 sums in fp32 too, but is 10 times slower
-    forward and up to 70 times backward.
+    So do matrix units.  torch on a processor without instructions for bf16 sums in fp32 too, but takes many times as
+    long, backward above all.
     """
 
     def forward(self, x: Tensor) -> Tensor:

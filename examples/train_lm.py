@@ -99,7 +99,7 @@ class Attention(nn.Module):
         super().__init__()
         self.qkv = nn.Linear(hidden, 3 * hidden)
         self.out = nn.Linear(hidden, hidden)
-        self.attend = F.scaled_dot_product_attention
+        self.attend = F.scaled_dot_product_attention  # benchmarks put one in its place
 
     def forward(self, x: Tensor) -> Tensor:
         rows, seq_len, hidden = x.shape
