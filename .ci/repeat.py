@@ -68,7 +68,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--runs", type=int, default=10)
     parser.add_argument("--load", type=int, default=0, metavar="PROCESSES")
-    parser.add_argument("command", nargs="*", default=["make", "test"])
+    parser.add_argument("command", nargs="*", default=["make", "--no-print-directory", "test"])
     args = parser.parse_args()
     folder, are_good = ROOT / "runs" / "repeat", True
     folder.mkdir(parents=True, exist_ok=True)

@@ -46,10 +46,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             folder = "integration" if item.path.parent.name == "integration" else "other"
             item.add_marker(pytest.mark.xdist_group(f"pools, {folder} tests"))
         elif item.get_closest_marker("dist") or item.path.parent.name == "lab":
-            item.add_marker(pytest.mark.xdist_group("other processes"))
+            # They wait more than they compute, and one worker would wait until all others are done.
+            of_sites = item.path.parent.name in ("house", "sites")
+            item.add_marker(pytest.mark.xdist_group("other processes, of sites" if of_sites else "other processes"))
         elif "emulated" in item.nodeid:  # the first of them compiles for half a minute
             item.add_marker(pytest.mark.xdist_group("emulated kernels"))
             item.add_marker(pytest.mark.timeout(1500))
+        elif item.path.stem in ("test_activations", "test_lora", "test_model_families"):  # they import transformers
+            item.add_marker(pytest.mark.xdist_group("models of transformers"))
         elif item.path.parent.name in ("plan", "commands", "simulate"):
             item.add_marker(pytest.mark.xdist_group(item.path.stem))  # tests of one file ask the same large questions
 

@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rules that hold for the whole repository and that no linter knows."""
 
+import functools
 import json
 import math
+import os
 import re
 import subprocess
 import sys
@@ -126,22 +128,18 @@ def test_no_file_names_a_host_that_packages_come_from():
     assert named == set()
 
 
-def text_files():
+@functools.cache
+def text_files() -> list[Path]:
     """Files of the checkout that people write."""
-    for path in sorted(REPOSITORY.rglob("*")):
-        folders = path.relative_to(REPOSITORY).parts[:-1]
-        is_ours = not any(
-            name in NOT_OURS or name.endswith(".egg-info") or (name.startswith(".") and name != ".ci")
+    found = []
+    for folder, folders, names in os.walk(REPOSITORY):
+        folders[:] = [
+            name
             for name in folders
-        )
-        if (
-            is_ours
-            and path.name != ".git"
-            and path.suffix in TEXT_SUFFIXES
-            and path.is_file()
-            and path != Path(__file__).resolve()
-        ):
-            yield path
+            if name not in NOT_OURS and not name.endswith(".egg-info") and (not name.startswith(".") or name == ".ci")
+        ]
+        found += [Path(folder, name) for name in names if name != ".git" and Path(name).suffix in TEXT_SUFFIXES]
+    return sorted(path for path in found if path.is_file() and path != Path(__file__).resolve())
 
 
 def test_no_test_file_imports_another():

@@ -23,11 +23,11 @@ NO_DELAY = why_not_permitted()
 NEEDS_DELAY = pytest.mark.skipif(NO_DELAY is not None, reason=f"emulated delays: {NO_DELAY}")
 SMALL_E2E = "--rates none --rows 1 --accumulations 1 --rounds 1 --steps 1 --block-s 0.1 --layers 1"
 HERE = {  # need a few seconds; with what is printed
-    "residual-sums --steps 2": "recommended, dense",
     "kernels --pretend --only plan rows": "torch index_select",
     "codecs time --samples 1": "balanced, ratio 50",
 }
 SLOW = {
+    "residual-sums --steps 2": "recommended, dense",
     f"e2e {SMALL_E2E}": "hybridep auto, codecs allowed",
     "one-at-a-time --rates 100mbit --delays 1ms --blocks 1 --steps 1 --layers 1": r"sites, encoded \| 0",
     "fine-tuning --folder runs --seeds 0 --trained adapters --rates 1e-3 --first-steps 4 --search-steps 4 --every 2 "

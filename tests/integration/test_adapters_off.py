@@ -16,7 +16,7 @@ from autoep_cases import SHAPE, case2, case4
 from hf_models import hf_loss
 from marks import slow
 from parity import FP32_TOLERANCE, Case, model_of
-from process_pool import ProcessPool
+from process_pool import Pools, ProcessPool
 from torch import nn
 from training import batch_of, error_of, train
 
@@ -143,20 +143,18 @@ def same(one: Any, other: Any) -> bool:
 
 
 @pytest.mark.parametrize(
-    ("sizes", "options"),
+    "case",
     [
-        ((2, 1), {"zero_stage": 1, "accumulation": 2, "steps": 3}),
-        slow((1, 1), {"zero_stage": 1}),
-        slow((2, 2), {}),
-        slow((2, 1), {"zero_stage": 3}),
-        slow((2, 1), {"zero_stage": 1, "hot_experts": 2, "toy": replace(SHAPE, drift=2)}),
+        pytest.param(case2("qwen3_moe", 2, zero_stage=1, accumulation=2, steps=3), id="two ranks"),
+        slow(case4("qwen3_moe", 2, 1, zero_stage=1, accumulation=2, steps=3), id="zero 1"),
+        slow(case4("qwen3_moe", 1, 1, zero_stage=1), id="no domains"),
+        slow(case4("qwen3_moe", 2, 2), id="all in one"),
+        slow(case4("qwen3_moe", 2, 1, zero_stage=3), id="zero 3"),
+        slow(case4("qwen3_moe", 2, 1, zero_stage=1, hot_experts=2, toy=replace(SHAPE, drift=2)), id="hot"),
     ],
-    ids=["zero 1", "no domains", "all in one", "zero 3", "hot"],
 )
-def test_a_reference_is_the_base_and_leaves_no_trace(
-    pool4: ProcessPool, sizes: tuple[int, int], options: dict[str, Any]
-) -> None:
-    for found in pool4.run(compare, case=case4("qwen3_moe", *sizes, **options)):
+def test_a_reference_is_the_base_and_leaves_no_trace(pool_of: Pools, case: Case) -> None:
+    for found in pool_of(case.world_size).run(compare, case=case):
         for kind in ("plain", "hybrid"):
             assert found[kind]["references"] == pytest.approx(found["base"], rel=FP32_TOLERANCE)
             assert found[kind]["losses"] == pytest.approx(found["alone"], rel=FP32_TOLERANCE)

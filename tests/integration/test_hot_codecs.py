@@ -292,7 +292,7 @@ def check_sums(pool: ProcessPool, case: Case, codecs: Sequence[Any], **options: 
     ("before", "sizes", "options"),
     [
         slow(2, (1, 1), {"zero_stage": 0}),
-        (3, (1, 1), {"zero_stage": 1, "dtype": "bf16"}),
+        slow(3, (1, 1), {"zero_stage": 1, "dtype": "bf16"}),
         slow(3, (2, 1), {"zero_stage": 2}),
         slow(3, (1, 2), {"zero_stage": 1, "hot_level": 0}),
         slow(3, (1, 1), {"family": "mixtral", "zero_stage": 3, "toy": ToyConfig(drift=2, drop_tokens=False)}),
