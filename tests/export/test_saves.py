@@ -2,6 +2,7 @@
 """What people call to save a model, while it trains, writes all experts, or says what to call."""
 
 import importlib.util
+import math
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +62,8 @@ def test_what_accelerate_saves_has_all_experts(pool2: ProcessPool, tmp_path: Pat
             assert found["said"][way] == ""
         for way in ("own part", "own state"):
             assert SAYS in found["said"][way]
+        assert found["later"] == first["later"], "both train on, with the same tokens"
+        assert all(map(math.isfinite, found["later"]))
     assert not (tmp_path / "part").exists()
     for name in ("save_model", "recipe", "first"):
         assert_same(load(tmp_path / name), job, first["logits"])
@@ -71,6 +74,8 @@ def test_what_accelerate_saves_has_all_experts(pool2: ProcessPool, tmp_path: Pat
 
 
 def test_adapters_of_experts_are_whole_or_refused(pool2: ProcessPool, tmp_path: Path) -> None:
+    from safetensors.torch import load_file
+
     job = Job(folder=str(tmp_path), zero_stage=0, adapters="experts")
     first, second = pool2.run(save_adapters, job=job, timeout_s=200.0)
     for found in (first, second):
@@ -79,6 +84,9 @@ def test_adapters_of_experts_are_whole_or_refused(pool2: ProcessPool, tmp_path: 
         assert SAYS in found["said"]["one rank"]
         assert found["said"]["recipe"] == ""
     assert not (tmp_path / "one").exists()
+    written = load_file(tmp_path / "live" / "adapter_model.safetensors")
+    assert first["factors"] == {name: tuple(one.shape) for name, one in written.items() if ".experts." in name} != {}
+    assert (first["trained"], second["trained"]) == (len(written), 0)
     for name in ("recipe", "live"):
         assert_same(with_adapters(load(tmp_path / "base"), tmp_path / name), job, first["logits"])
 

@@ -38,7 +38,7 @@ def adamw(model: nn.Module) -> tuple[Any, Any]:
     return optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, [lambda step: 0.5**step, lambda step: 1 + step])
 
 
-@pytest.mark.parametrize("zero_stage", [slow(0), slow(1), 2, slow(3)])
+@pytest.mark.parametrize("zero_stage", [slow(0), slow(1), pytest.param(2, marks=pytest.mark.core), slow(3)])
 def test_groups_of_the_script_with_rates_and_a_schedule_train_as_without_expert_parallelism(
     pool2: ProcessPool, zero_stage: int
 ) -> None:

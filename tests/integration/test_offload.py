@@ -12,6 +12,7 @@ from unittest import mock
 
 import pytest
 import torch
+from autoep_cases import case2 as autoep2
 from autoep_cases import case4
 from deepspeed.accelerator import get_accelerator
 from marks import slow
@@ -87,6 +88,19 @@ def train_with_own_optimizer(case: Case) -> dict[bool, list[float]]:
     return losses
 
 
+def train_with_deepspeeds_adam(case: Case) -> dict[bool, list[float]]:
+    """By `with_block`: losses with the optimizer that DeepSpeed makes of "AdamW" beside ZeRO-Offload."""
+    losses = {}
+    for with_block in (False, True):
+        optimizer = case.ds_config(with_block=with_block)["optimizer"]
+        params = {name: value for name, value in optimizer["params"].items() if name != "torch_adam"}
+        own = {"optimizer": optimizer | {"params": params}}
+        with engine_of(case, with_block=with_block, **own) as engine:
+            assert type(engine.basic_optimizer).__name__ == "DeepSpeedCPUAdam"
+            losses[with_block] = train(engine, case, 0, 3)
+    return losses
+
+
 # -- tests ------------------------------------------------------------------------------------------------------
 
 
@@ -126,4 +140,20 @@ def test_steps_that_overflow_are_skipped(pool2: ProcessPool) -> None:
 @pytest.mark.parametrize("zero_stage", [1, slow(2)])
 def test_an_optimizer_of_the_script(pool2: ProcessPool, zero_stage: int) -> None:
     for losses in pool2.run(train_with_own_optimizer, case=case2(zero_stage=zero_stage, offload="both")):
+        assert losses[True] == close_to(losses[False])
+
+
+@pytest.mark.slow  # DeepSpeed compiles it on first use, for minutes
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(
+    "case",
+    [
+        case2(zero_stage=1, offload="both"),
+        case2(zero_stage=2, offload="both", accumulation=2),
+        autoep2("qwen3_moe", zero_stage=3, offload="both"),
+    ],
+    ids=["zero 1", "zero 2", "zero 3, AutoEP"],
+)
+def test_the_optimizer_that_deepspeed_makes(pool2: ProcessPool, case: Case) -> None:
+    for losses in pool2.run(train_with_deepspeeds_adam, case=case, timeout_s=800.0):
         assert losses[True] == close_to(losses[False])

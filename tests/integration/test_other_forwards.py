@@ -5,6 +5,8 @@ from typing import Any
 
 import pytest
 import torch
+from autoep_cases import case2
+from deepspeed.module_inject.auto_ep_layer import AutoEPMoELayer
 from deepspeed.moe.sharded_moe import MOELayer
 from parity import Case, model_of, use_expert_groups_of
 from process_pool import ProcessPool
@@ -15,6 +17,7 @@ from ds_hybridep.errors import UnsupportedError
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(180)]
 _DEEPSPEED = MOELayer.forward
+_AUTOEP = AutoEPMoELayer.forward
 
 
 class OwnForward(MOELayer):  # type: ignore[misc]  # DeepSpeed has no types
@@ -37,17 +40,20 @@ def first_step(case: Case, kind: str) -> str:
     use_expert_groups_of(case)
     torch.manual_seed(case.seed)
     model = model_of(case, seed=case.seed)
-    layer = moe_layers(model)[1]
+    if case.family is None:
+        layer: Any = moe_layers(model)[1]
     if kind in ("own", "passing"):
         layer.__class__ = {"own": OwnForward, "passing": Passing}[kind]
     engine = initialize(case, model, with_block=True)
-    original = layer.forward
+    if case.family is not None:
+        layer = [one for one in model.modules() if isinstance(one, AutoEPMoELayer)][1]
+    original, deepspeeds = layer.forward, _DEEPSPEED if case.family is None else _AUTOEP
     if kind == "replaced":
-        layer.forward = lambda *inputs, **kwargs: _DEEPSPEED(layer, *inputs, **kwargs)
+        layer.forward = lambda *inputs, **kwargs: deepspeeds(layer, *inputs, **kwargs)
     elif kind == "wrapped":
         layer.forward = lambda *inputs, **kwargs: original(*inputs, **kwargs)
     try:
-        train(engine, case, 0, 2)
+        train(engine, case, 0, 1)
     except UnsupportedError as error:
         return str(error)
     finally:
@@ -65,3 +71,11 @@ def test_a_forward_that_leaves_ours_out_is_an_error_in_the_first_step(pool2: Pro
             assert "deepspeed_moe (" in message
     for kind in ("passing", "wrapped", "none"):
         assert pool2.run(first_step, case=case, kind=kind) == ["", ""]
+
+
+def test_a_layer_of_autoep_whose_forward_leaves_ours_out_is_an_error_too(pool2: ProcessPool) -> None:
+    case = case2("qwen3_moe", zero_stage=1)
+    for message in pool2.run(first_step, case=case, kind="replaced"):
+        assert "model.layers.1.mlp (" in message
+        assert "has run without hybridep, since its forward, test_other_forwards.first_step.<locals>" in message
+    assert pool2.run(first_step, case=case, kind="wrapped") == ["", ""]

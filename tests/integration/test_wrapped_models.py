@@ -124,7 +124,7 @@ ALONE, POLICY = Start(model=lora), Start(model=policy_with_lora, loss=loss_of_mo
 @pytest.mark.parametrize(
     ("start", "zero_stage"),
     [
-        (POLICY, 1),
+        pytest.param(POLICY, 1, marks=pytest.mark.core),
         *(slow(ALONE, stage) for stage in (0, 1, 2, 3)),
         *(slow(POLICY, stage) for stage in (0, 2, 3)),
     ],
