@@ -484,20 +484,19 @@ def sft(job: Job) -> dict[str, Any]:
 
 
 def sft_packing(job: Job) -> dict[str, Any]:
-    return _sft(job, router_aux_loss_coef=0.0, packing=True)
+    return _sft(job, packing=True)
 
 
 def sft_lora(job: Job) -> dict[str, Any]:
     import peft
 
     settings = peft.LoraConfig(r=4, target_modules=ATTENTION)
-    return _sft(job, router_aux_loss_coef=0.0, peft_config=settings)
+    return _sft(job, peft_config=settings)
 
 
 def _dpo(job: Job, *, peft_config: Any = None, **options: Any) -> dict[str, Any]:
     from trl import DPOConfig, DPOTrainer
 
-    options.setdefault("router_aux_loss_coef", 0.0)
     trainer = DPOTrainer(
         model=job.model_folder(),
         args=job.arguments(DPOConfig, max_length=32, model_init_kwargs={"dtype": "float32"}, **options),
@@ -531,7 +530,7 @@ def kto(job: Job) -> dict[str, Any]:
         {"prompt": f"{one} plus {two} is ", "completion": f"{one + two + two % 2}.", "label": two % 2 == 0}
         for one, two in SUMS
     ]
-    settings = {"max_length": 32, "router_aux_loss_coef": 0.0, "model_init_kwargs": {"dtype": "float32"}}
+    settings = {"max_length": 32, "model_init_kwargs": {"dtype": "float32"}}
     trainer = KTOTrainer(
         model=job.model_folder(),
         args=job.arguments(KTOConfig, **settings),
