@@ -58,6 +58,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.xdist_group(item.path.stem))  # tests of one file ask the same large questions
 
 
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Compile the kernels before any test has a time limit: on a busy machine this takes minutes, once."""
+    if session.items and not session.config.option.collectonly:
+        from ds_hybridep.kernels import load_kernels
+
+        load_kernels("auto")
+
+
 @pytest.fixture(scope="session")
 def permitted() -> None:
     """Skip the test where no network may be emulated."""
