@@ -50,7 +50,7 @@ TESTED_WRAPPERS = (
     "BF16_Optimizer", "DeepSpeedZeroOptimizer", "DeepSpeedZeroOptimizer_Stage3", "FP16_Optimizer",
     "FP16_UnfusedOptimizer",
 )  # fmt: skip
-TESTED_OPTIMIZERS = ("AdamW", "SGD")  # torch's; others that treat each element alone should work too
+TESTED_OPTIMIZERS = ("AdamW", "SGD", "DeepSpeedCPUAdam")  # others of single elements should work too
 _UNTESTED = 'was not tested together with the "hybridep" block; turn it off, or set "hybridep": {"enabled": false}'
 
 
@@ -215,7 +215,7 @@ def check_optimizer(engine: Any) -> None:
         raise UnsupportedError(f"{wrapper.__name__} {_UNTESTED}")
     if issubclass(basic, torch.optim.Optimizer) and basic.__name__ not in TESTED_OPTIMIZERS:
         warn_once(
-            f"the optimizer {basic.__name__} was not tested, only {' and '.join(TESTED_OPTIMIZERS)} were; one that "
+            f"the optimizer {basic.__name__} was not tested, only {', '.join(TESTED_OPTIMIZERS)} were; one that "
             f"treats each element of a parameter alone should do as well"
         )
 
