@@ -22,6 +22,8 @@ from training import COARSE, LOW_RANK, block_with, close_to, engine_of, new_mode
 from training import world2 as case2
 from training import world4 as toy4
 
+from ds_hybridep.errors import UnsupportedError
+
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(240)]
 
 EXACT = ("identity", "identity")
@@ -101,6 +103,21 @@ def train_with_deepspeeds_adam(case: Case) -> dict[bool, list[float]]:
     return losses
 
 
+def train_with_offloaded_parameters(case: Case) -> tuple[list[float], list[float], str]:
+    """Losses of AutoEP alone with parameters on the device and on the host, and the error with the block."""
+    on_device = case.ds_config(with_block=False)["zero_optimization"]
+    on_host = on_device | {"offload_param": {"device": "cpu"}}
+    losses = []
+    for zero in (on_device, on_host):
+        with engine_of(case, with_block=False, zero_optimization=zero) as engine:
+            losses.append(train(engine, case, 0, 3))
+    try:
+        with engine_of(case, with_block=True, zero_optimization=on_host):
+            return losses[0], losses[1], ""
+    except UnsupportedError as error:
+        return losses[0], losses[1], str(error)
+
+
 # -- tests ------------------------------------------------------------------------------------------------------
 
 
@@ -141,6 +158,15 @@ def test_steps_that_overflow_are_skipped(pool2: ProcessPool) -> None:
 def test_an_optimizer_of_the_script(pool2: ProcessPool, zero_stage: int) -> None:
     for losses in pool2.run(train_with_own_optimizer, case=case2(zero_stage=zero_stage, offload="both")):
         assert losses[True] == close_to(losses[False])
+
+
+@pytest.mark.slow  # about DeepSpeed, but for the refusal
+def test_parameters_on_the_host_train_with_autoep_alone_and_are_refused_by_name(pool2: ProcessPool) -> None:
+    for on_device, on_host, error in pool2.run(
+        train_with_offloaded_parameters, case=autoep2("qwen3_moe", zero_stage=3)
+    ):
+        assert on_host == on_device
+        assert "zero_optimization.offload_param was not tested together" in error
 
 
 @pytest.mark.slow  # DeepSpeed compiles it on first use, for minutes

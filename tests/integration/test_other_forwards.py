@@ -40,14 +40,11 @@ def first_step(case: Case, kind: str) -> str:
     use_expert_groups_of(case)
     torch.manual_seed(case.seed)
     model = model_of(case, seed=case.seed)
-    if case.family is None:
-        layer: Any = moe_layers(model)[1]
     if kind in ("own", "passing"):
-        layer.__class__ = {"own": OwnForward, "passing": Passing}[kind]
+        moe_layers(model)[1].__class__ = {"own": OwnForward, "passing": Passing}[kind]
     engine = initialize(case, model, with_block=True)
-    if case.family is not None:
-        layer = [one for one in model.modules() if isinstance(one, AutoEPMoELayer)][1]
-    original, deepspeeds = layer.forward, _DEEPSPEED if case.family is None else _AUTOEP
+    layer: Any = [one for one in model.modules() if isinstance(one, MOELayer | AutoEPMoELayer)][1]
+    original, deepspeeds = layer.forward, _DEEPSPEED if isinstance(layer, MOELayer) else _AUTOEP
     if kind == "replaced":
         layer.forward = lambda *inputs, **kwargs: deepspeeds(layer, *inputs, **kwargs)
     elif kind == "wrapped":

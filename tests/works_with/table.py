@@ -62,7 +62,6 @@ class Row:
 
     close: how far losses and weights may be from those without expert parallelism, relative.  fp32 sums in another
         order make 1e-7 of these models; a gradient that is wrong by a factor makes 1e-3 and more.
-    far: how far another result that is right too may be.
     """
 
     script: str
@@ -71,7 +70,6 @@ class Row:
     block: Cell = SAME
     plain: Cell = SAME
     close: float = 1e-5
-    far: float = 0.2
 
     @property
     def is_slow(self) -> bool:

@@ -19,6 +19,7 @@ from works_with.table import SECTIONS, Cell, Row, page
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "works-with.md"
 ROWS = [row for _, rows in SECTIONS for row in rows]
 LIMIT_S = 200.0
+FAR = 0.2  # the largest difference of another result that is right too
 needs = {
     name: pytest.mark.skipif(importlib.util.find_spec(name) is None, reason=f"needs {name}: '.[dev,hf]'")
     for name in ("transformers", "trl")
@@ -73,7 +74,7 @@ def _check(row: Row, column: str, ranks: list[dict[str, Any]], plain: list[dict[
         return
     assert max(differences) > row.close, f"{column}: not {cell.kind}: {differences} from plain"
     if cell.kind == "other":
-        assert max(differences) <= row.far, f"{column}: {differences} from plain"
+        assert max(differences) <= FAR, f"{column}: {differences} from plain"
 
 
 def _is_ours(errors: list[str]) -> bool:
